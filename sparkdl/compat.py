@@ -88,9 +88,11 @@ def untried() -> str | None:
 
 
 def arrow_udf(
-    body: Callable[[Iterator[Any]], Iterator[pa.Array]], types: Sequence[DataType], sql_type: str
+    body: Callable[[Iterator[Any]], Iterator[pa.Array]],
+    types: Sequence[DataType],
+    returned: DataType,
 ) -> Any:
-    """Return a function of columns whose Arrow arrays ``body`` maps to arrays of ``sql_type``.
+    """Return a function of columns whose Arrow arrays ``body`` maps to arrays of ``returned``.
 
     ``body`` takes an iterator of arrays, or of tuples where there are several columns. Before Spark
     4.1 pandas is between Spark and Arrow, which costs a copy.
@@ -99,7 +101,7 @@ def arrow_udf(
     from pyspark.sql import functions
 
     if not ARROW_FUNCTIONS:
-        return _pandas_udf(body, types, sql_type)
+        return _pandas_udf(body, types, returned)
     several = len(types) > 1
 
     def predict(batches):  # type: ignore[no-untyped-def]
@@ -109,10 +111,10 @@ def arrow_udf(
         "batches": Iterator[tuple[pa.Array, ...]] if several else Iterator[pa.Array],
         "return": Iterator[pa.Array],
     }
-    return functions.arrow_udf(predict, returnType=sql_type)  # type: ignore[call-overload]
+    return functions.arrow_udf(predict, returnType=returned)  # type: ignore[call-overload]
 
 
-def _pandas_udf(body: Callable[..., Any], types: Sequence[DataType], sql_type: str) -> Any:
+def _pandas_udf(body: Callable[..., Any], types: Sequence[DataType], returned: DataType) -> Any:
     import pandas as pd
     from pyspark.sql import SparkSession, functions
     from pyspark.sql.pandas.types import to_arrow_type
@@ -140,7 +142,7 @@ def _pandas_udf(body: Callable[..., Any], types: Sequence[DataType], sql_type: s
         "batches": typing.Iterator[taken],  # type: ignore[valid-type]
         "return": typing.Iterator[pd.Series],
     }
-    return functions.pandas_udf(predict, returnType=sql_type)  # type: ignore[call-overload]
+    return functions.pandas_udf(predict, returnType=returned)  # type: ignore[call-overload]
 
 
 def from_pandas(values: Any, kind: pa.DataType, zone: str | None = None) -> pa.Array:

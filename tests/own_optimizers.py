@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from pyspark import cloudpickle
+from torch import nn
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 
@@ -63,3 +65,27 @@ class Rounded(torch.optim.Optimizer):
                     for block in moved.view(-1).split(256):
                         scale = block.abs().max() / 127
                         block.copy_((block / scale).round_().mul_(scale))
+
+
+class OddSizes(nn.Module):
+    """Odd sizes, a scalar, a frozen parameter, buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.norm = nn.BatchNorm1d(7)
+        self.last = nn.Linear(7, 30, bias=False)
+
+
+def by_role(kind: type[torch.optim.Optimizer], **weights: Any) -> Callable[..., Any]:
+    """A function of the module that forms two groups: ``weights`` for weights, biases without."""
+
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        named = dict(module.named_parameters())
+        biases = [p for name, p in named.items() if name.endswith("bias")]
+        others = [p for name, p in named.items() if not name.endswith("bias")]
+        return kind([{"params": biases, "lr": 0.01}, {"params": others, **weights}], lr=0.1)
+
+    return make

@@ -67,7 +67,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -158,6 +158,8 @@ class GroupLink(Link):
 
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
 """A function ``combine(into, received)`` that changes ``into`` to the sum of both, the maximum, ..."""
+Part = Callable[[int], torch.Tensor]
+"""A function from a rank to the part of the vector that travels to or from it."""
 
 
 def even_bounds(length: int, blocks: int) -> list[int]:
@@ -170,148 +172,150 @@ def power_below(size: int) -> int:
     return 1 << (size.bit_length() - 1)
 
 
+def star(size: int) -> list[tuple[int, int]]:
+    """Return the edges from the root to every other rank, as (nearer the root, further from it)."""
+    return [(0, rank) for rank in range(1, size)]
+
+
+def tree(size: int) -> list[tuple[int, int]]:
+    """Return the edges of a binomial tree, leaves first: in each step half of the ranks are done."""
+    widths = [1 << i for i in range((size - 1).bit_length())]
+    return [(near, near + width) for width in widths for near in range(0, size - width, 2 * width)]
+
+
+def pairs(size: int) -> list[tuple[int, int]]:
+    """Return the pairs of ranks that take part as one, so that a power of two takes part."""
+    return [(even, even + 1) for even in range(0, 2 * (size - power_below(size)), 2)]
+
+
+def down(link: Link, edges: Iterable[tuple[int, int]], part: Part) -> None:
+    """Send along edges away from the root, to each rank its part."""
+    for near, far in edges:
+        if link.rank == near:
+            link.send(part(far), far)
+        elif link.rank == far:
+            link.receive(part(far), near)
+
+
+def up(
+    link: Link, edges: Iterable[tuple[int, int]], part: Part, combine: Combine | None = None
+) -> None:
+    """Send along edges towards the root, from each rank its part, which is combined there or stored."""
+    for near, far in edges:
+        if link.rank == far:
+            link.send(part(far), near)
+        elif link.rank == near:
+            place = part(far)
+            received = torch.empty_like(place) if combine else place
+            link.receive(received, far)
+            if combine:
+                combine(place, received)
+
+
+def rooted(
+    towards: Callable[[int], list[tuple[int, int]]], away: Callable[[int], list[tuple[int, int]]]
+) -> dict[str, Callable[..., None]]:
+    """Return the operations that send the whole vector along the edges of a tree in each step.
+
+    With a star they take ``p - 1`` steps of ``n`` bytes, and the root combines in rank order. With a
+    binomial tree they take ``ceil(log2 p)``: apart from halving-doubling its all_reduce has the fewest
+    steps, but it sends the most bytes.
+    """
+
+    def broadcast(link: Link, flat: torch.Tensor) -> None:
+        down(link, away(link.size), lambda _: flat)
+
+    def reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
+        up(link, towards(link.size), lambda _: flat, combine)
+
+    def all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
+        reduce(link, flat, combine)
+        broadcast(link, flat)
+
+    return {"broadcast": broadcast, "reduce": reduce, "all_reduce": all_reduce}
+
+
 def all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
     """All-reduce by halving and doubling: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [5]"""
-    _halved(link, flat, combine, double)
-    unfold(link, flat)
+    up(link, pairs(link.size), lambda _: flat, combine)
+    if core := _core(link):
+        bounds = even_bounds(flat.numel(), core.size)
+        halve(core, flat, bounds, combine)
+        double(core, flat, bounds)
+    down(link, pairs(link.size), lambda _: flat)
 
 
 def reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
     """Reduce by halving and a gather on rank 0: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [5]"""
-    _halved(link, flat, combine, gather)
-
-
-def _halved(link: Link, flat: torch.Tensor, combine: Combine, then: Callable[..., None]) -> None:
-    fold(link, flat, combine)
+    up(link, pairs(link.size), lambda _: flat, combine)
     if core := _core(link):
         bounds = even_bounds(flat.numel(), core.size)
         halve(core, flat, bounds, combine)
-        then(core, flat, bounds)
+        up(core, tree(core.size), _subtrees(flat, bounds))
 
 
 def broadcast(link: Link, flat: torch.Tensor) -> None:
     """Broadcast by a scatter and doubling: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [1]"""
     if core := _core(link):
         bounds = even_bounds(flat.numel(), core.size)
-        scatter(core, flat, bounds)
+        down(core, reversed(tree(core.size)), _subtrees(flat, bounds))
         double(core, flat, bounds)
-    unfold(link, flat)
+    down(link, pairs(link.size), lambda _: flat)
 
 
 def reduce_scatter(link: Link, flat: torch.Tensor, bounds: Sequence[int], combine: Combine) -> None:
     """Reduce-scatter by halving: ``log2 p`` steps, ``n (p - 1) / p`` bytes. [1]"""
-    fold(link, flat, combine)
+    up(link, pairs(link.size), lambda _: flat, combine)
     if core := _core(link):
         halve(core, flat, _core_bounds(link, bounds), combine)
-    if (pair := _pair(link)) is not None:
-        theirs = flat[bounds[pair + 1] : bounds[pair + 2]]
-        if link.rank == pair:
-            link.send(theirs, pair + 1)
-        else:
-            link.receive(theirs, pair)
+    down(link, pairs(link.size), lambda far: _span(flat, bounds, far, 1))
 
 
 def all_gather(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
     """All-gather by doubling: ``log2 p`` steps, ``n (p - 1) / p`` bytes. [1]"""
-    if (pair := _pair(link)) is not None:
-        theirs = flat[bounds[pair + 1] : bounds[pair + 2]]
-        if link.rank == pair:
-            link.receive(theirs, pair + 1)
-        else:
-            link.send(theirs, pair)
+    up(link, pairs(link.size), lambda far: _span(flat, bounds, far, 1))
     if core := _core(link):
         double(core, flat, _core_bounds(link, bounds))
-    unfold(link, flat)
+    down(link, pairs(link.size), lambda _: flat)
 
 
 def halve(link: Link, flat: torch.Tensor, bounds: Sequence[int], combine: Combine) -> None:
     """Reduce-scatter among a power of two ranks, with partners at distance p/2, p/4, ..., 1."""
-    low, high = 0, link.size
-    while high - low > 1:
-        half = (high - low) // 2
-        lower, upper = (low, low + half), (low + half, high)
-        mine, theirs, partner = (
-            (lower, upper, link.rank + half)
-            if link.rank < low + half
-            else (upper, lower, link.rank - half)
-        )
-        keep = _span(flat, bounds, *mine)
-        received = torch.empty_like(keep)
-        link.exchange(_span(flat, bounds, *theirs), partner, received, partner)
-        combine(keep, received)
-        low, high = mine
+    for partner, mine, theirs in reversed(_partners(link, flat, bounds)):
+        received = torch.empty_like(mine)
+        link.exchange(theirs, partner, received, partner)
+        combine(mine, received)
 
 
 def double(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
     """All-gather among a power of two ranks, with partners at distance 1, 2, ..., p/2."""
-    width = 1
-    while width < link.size:
-        partner = link.rank ^ width
-        low, other = link.rank // width * width, partner // width * width
-        mine = _span(flat, bounds, low, low + width)
-        link.exchange(mine, partner, _span(flat, bounds, other, other + width), partner)
-        width *= 2
+    for partner, mine, theirs in _partners(link, flat, bounds):
+        link.exchange(mine, partner, theirs, partner)
 
 
-def scatter(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
-    """Scatter from rank 0: each rank with several blocks sends the upper half of them."""
-    width = link.size // 2
-    while width:
-        place = link.rank % (2 * width)
-        if place == 0:
-            upper = _span(flat, bounds, link.rank + width, link.rank + 2 * width)
-            link.send(upper, link.rank + width)
-        elif place == width:
-            mine = _span(flat, bounds, link.rank, link.rank + width)
-            link.receive(mine, link.rank - width)
-        width //= 2
+def _partners(
+    link: Link, flat: torch.Tensor, bounds: Sequence[int]
+) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Return the partner at each distance, and the blocks of this rank's side and of the other's."""
+    widths = [1 << i for i in range(link.size.bit_length() - 1)]
+    return [
+        (
+            link.rank ^ width,
+            _span(flat, bounds, link.rank // width * width, width),
+            _span(flat, bounds, (link.rank ^ width) // width * width, width),
+        )
+        for width in widths
+    ]
 
 
-def gather(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
-    """Gather on rank 0: :func:`scatter` backwards."""
-    width = 1
-    while width < link.size:
-        place = link.rank % (2 * width)
-        if place == 0:
-            upper = _span(flat, bounds, link.rank + width, link.rank + 2 * width)
-            link.receive(upper, link.rank + width)
-        elif place == width:
-            mine = _span(flat, bounds, link.rank, link.rank + width)
-            link.send(mine, link.rank - width)
-        width *= 2
-
-
-def fold(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """Send the vector of a pair's second rank to its first rank, which combines both."""
-    if (pair := _pair(link)) is None:
-        return
-    if link.rank == pair:
-        received = torch.empty_like(flat)
-        link.receive(received, pair + 1)
-        combine(flat, received)
-    else:
-        link.send(flat, pair)
-
-
-def unfold(link: Link, flat: torch.Tensor) -> None:
-    """Send the result from a pair's first rank to its second rank."""
-    if (pair := _pair(link)) is None:
-        return
-    if link.rank == pair:
-        link.send(flat, pair + 1)
-    else:
-        link.receive(flat, pair)
-
-
-def _pair(link: Link) -> int | None:
-    """Return the first rank of this rank's pair, or None if it takes part by itself."""
-    even = link.rank // 2 * 2
-    return even if even < 2 * (link.size - power_below(link.size)) else None
+def _subtrees(flat: torch.Tensor, bounds: Sequence[int]) -> Part:
+    """Return the function to the blocks of a rank of :func:`tree` and of all ranks behind it."""
+    return lambda rank: _span(flat, bounds, rank, rank & -rank)
 
 
 def _core_members(size: int) -> list[int]:
-    pairs = size - power_below(size)
-    return [*range(0, 2 * pairs, 2), *range(2 * pairs, size)]
+    seconds = {second for _, second in pairs(size)}
+    return [rank for rank in range(size) if rank not in seconds]
 
 
 def _core(link: Link) -> Link | None:
@@ -325,69 +329,8 @@ def _core_bounds(link: Link, bounds: Sequence[int]) -> list[int]:
     return [bounds[rank] for rank in _core_members(link.size)] + [bounds[-1]]
 
 
-def _span(flat: torch.Tensor, bounds: Sequence[int], low: int, high: int) -> torch.Tensor:
-    """Return blocks ``low`` up to but not including ``high``."""
-    return flat[bounds[low] : bounds[high]]
-
-
-def linear_broadcast(link: Link, flat: torch.Tensor) -> None:
-    """Broadcast in ``p - 1`` steps of ``n`` bytes, all from the root."""
-    if link.rank:
-        link.receive(flat, 0)
-    else:
-        for rank in range(1, link.size):
-            link.send(flat, rank)
-
-
-def linear_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """Reduce in ``p - 1`` steps of ``n`` bytes, all to the root, which combines in rank order."""
-    if link.rank:
-        link.send(flat, 0)
-    else:
-        received = torch.empty_like(flat)
-        for rank in range(1, link.size):
-            link.receive(received, rank)
-            combine(flat, received)
-
-
-def linear_all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """Run a linear reduce, then a linear broadcast."""
-    linear_reduce(link, flat, combine)
-    linear_broadcast(link, flat)
-
-
-def tree_broadcast(link: Link, flat: torch.Tensor) -> None:
-    """Broadcast along a binomial tree: in each step, all ranks that have the vector send it.
-
-    There are ``ceil(log2 p)`` steps of ``n`` bytes, in each of which the root sends.
-    """
-    for width in reversed(_widths(link.size)):
-        place = link.rank % (2 * width)
-        if place == 0 and link.rank + width < link.size:
-            link.send(flat, link.rank + width)
-        elif place == width:
-            link.receive(flat, link.rank - width)
-
-
-def tree_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """Reduce along the same tree backwards: half of the ranks send in the first step, and are done."""
-    received = torch.empty_like(flat)
-    for width in _widths(link.size):
-        place = link.rank % (2 * width)
-        if place == 0 and link.rank + width < link.size:
-            link.receive(received, link.rank + width)
-            combine(flat, received)
-        elif place == width:
-            link.send(flat, link.rank - width)
-
-
-def tree_all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """Reduce up the tree and broadcast down again.
-
-    Apart from halving-doubling this has the fewest steps, but it sends the most bytes.
-    """
-    tree_reduce(link, flat, combine)
-    tree_broadcast(link, flat)
+def _span(flat: torch.Tensor, bounds: Sequence[int], low: int, count: int) -> torch.Tensor:
+    return flat[bounds[low] : bounds[low + count]]
 
 
 def ring_broadcast(link: Link, flat: torch.Tensor) -> None:
@@ -396,16 +339,29 @@ def ring_broadcast(link: Link, flat: torch.Tensor) -> None:
     There are ``2 (p - 1)`` steps of ``n / p`` bytes. More and smaller blocks would suit long
     vectors better, but their number cannot be set here.
     """
-    before = link.rank - 1 if link.rank else None
-    behind = link.rank + 1 if link.rank + 1 < link.size else None
-    _relay(link, flat, before, behind, None)
+    _relay(link, flat, 1, None)
 
 
 def ring_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
     """Reduce along the same chain backwards, and combine on every rank."""
-    before = link.rank + 1 if link.rank + 1 < link.size else None
-    behind = link.rank - 1 if link.rank else None
-    _relay(link, flat, before, behind, combine)
+    _relay(link, flat, -1, combine)
+
+
+def _relay(link: Link, flat: torch.Tensor, towards: int, combine: Combine | None) -> None:
+    """Receive blocks from the rank before and forward each while the next one arrives."""
+    before, behind = (
+        rank if 0 <= rank < link.size else None
+        for rank in (link.rank - towards, link.rank + towards)
+    )
+    ready: torch.Tensor | None = None
+    for begin, end in itertools.pairwise(even_bounds(flat.numel(), link.size)):
+        block = flat[begin:end]
+        received = torch.empty_like(block) if combine else block
+        link.exchange(ready, behind, received, before)
+        if combine and before is not None:
+            combine(block, received)
+        ready = block
+    link.exchange(ready, behind, None, None)
 
 
 def ring_all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
@@ -423,12 +379,7 @@ def ring_reduce_scatter(
     A rank combines its own values with the block that arrives and forwards it. A block starts at
     the rank after its owner, so a rank sends every block but its own.
     """
-    blocks, behind, before = _ring(link, flat, bounds)
-    for step in range(1, link.size):
-        out, into = blocks[link.rank - step], blocks[link.rank - step - 1]
-        received = torch.empty_like(into)
-        link.exchange(out, behind, received, before)
-        combine(into, received)
+    _ring(link, flat, bounds, 1, combine)
 
 
 def ring_all_gather(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
@@ -436,67 +387,43 @@ def ring_all_gather(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> No
 
     A rank forwards what it has received in the previous step.
     """
-    blocks, behind, before = _ring(link, flat, bounds)
-    for step in range(link.size - 1):
-        out, into = blocks[link.rank - step], blocks[link.rank - step - 1]
-        link.exchange(out, behind, into, before)
-
-
-ALGORITHMS: Mapping[str, Mapping[str, Callable[..., None]]] = {
-    "broadcast": {
-        "linear": linear_broadcast,
-        "tree": tree_broadcast,
-        "ring": ring_broadcast,
-        "halving-doubling": broadcast,
-    },
-    "reduce": {
-        "linear": linear_reduce,
-        "tree": tree_reduce,
-        "ring": ring_reduce,
-        "halving-doubling": reduce,
-    },
-    "all_reduce": {
-        "linear": linear_all_reduce,
-        "tree": tree_all_reduce,
-        "ring": ring_all_reduce,
-        "halving-doubling": all_reduce,
-    },
-    "reduce_scatter": {"ring": ring_reduce_scatter, "halving-doubling": reduce_scatter},
-    "all_gather": {"ring": ring_all_gather, "halving-doubling": all_gather},
-}
-"""The algorithms for each operation. Their arguments are (link, flat), then the bounds if blocks have
-owners, then ``combine`` if there is something to sum."""
-
-
-def _widths(size: int) -> list[int]:
-    """Return the distances in a binomial tree: the powers of two below ``size``."""
-    return [1 << i for i in range((size - 1).bit_length())]
+    _ring(link, flat, bounds, 0, None)
 
 
 def _ring(
-    link: Link, flat: torch.Tensor, bounds: Sequence[int]
-) -> tuple[list[torch.Tensor], int, int]:
-    """Return the blocks, and the ranks after and before this one."""
-    blocks = [flat[begin:end] for begin, end in itertools.pairwise(bounds)]
-    return blocks, (link.rank + 1) % link.size, (link.rank - 1) % link.size
-
-
-def _relay(
-    link: Link, flat: torch.Tensor, before: int | None, behind: int | None, combine: Combine | None
+    link: Link, flat: torch.Tensor, bounds: Sequence[int], first: int, combine: Combine | None
 ) -> None:
-    """Receive blocks from ``before`` and forward each to ``behind`` while the next one arrives.
+    """Send blocks to the rank after this one, from the block ``first`` before this rank's on."""
+    blocks = [flat[begin:end] for begin, end in itertools.pairwise(bounds)]
+    for step in range(first, link.size - 1 + first):
+        out, into = blocks[link.rank - step], blocks[link.rank - step - 1]
+        received = torch.empty_like(into) if combine else into
+        link.exchange(out, (link.rank + 1) % link.size, received, (link.rank - 1) % link.size)
+        if combine:
+            combine(into, received)
 
-    ``before`` and ``behind`` are None at the ends of the chain.
-    """
-    ready: torch.Tensor | None = None
-    for begin, end in itertools.pairwise(even_bounds(flat.numel(), link.size)):
-        block = flat[begin:end]
-        received = torch.empty_like(block) if combine else block
-        link.exchange(ready, behind, received, before)
-        if combine and before is not None:
-            combine(block, received)
-        ready = block
-    link.exchange(ready, behind, None, None)
+
+_BY_NAME: Mapping[str, Mapping[str, Callable[..., None]]] = {
+    "linear": rooted(star, star),
+    "tree": rooted(tree, lambda size: tree(size)[::-1]),
+    "ring": {
+        "broadcast": ring_broadcast,
+        "reduce": ring_reduce,
+        "all_reduce": ring_all_reduce,
+        "reduce_scatter": ring_reduce_scatter,
+        "all_gather": ring_all_gather,
+    },
+    "halving-doubling": {
+        function.__name__: function
+        for function in (broadcast, reduce, all_reduce, reduce_scatter, all_gather)
+    },
+}
+ALGORITHMS: Mapping[str, Mapping[str, Callable[..., None]]] = {
+    operation: {name: its[operation] for name, its in _BY_NAME.items() if operation in its}
+    for operation in _BY_NAME["ring"]
+}
+"""The algorithms for each operation. Their arguments are (link, flat), then the bounds if blocks have
+owners, then ``combine`` if there is something to sum."""
 
 
 @dataclass(frozen=True)

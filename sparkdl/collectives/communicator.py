@@ -269,13 +269,7 @@ class Communicator:
             root: The rank whose tensor is returned.
             algorithm: See the class.
         """
-        self._agree("broadcast", algorithm, tensor, root=root)
-        flat = _flat_copy(tensor)
-        if algorithm == LIBRARY:
-            dist.broadcast(flat, group=self._group, group_src=root)
-        else:
-            ALGORITHMS["broadcast"][algorithm](SubgroupLink.rooted(self._link, root), flat)
-        return flat.view(tensor.shape)
+        return self._whole("broadcast", algorithm, tensor, root=root, group_src=root)
 
     def reduce(
         self, tensor: torch.Tensor, op: str = "sum", root: int = 0, algorithm: str = LIBRARY
@@ -288,15 +282,8 @@ class Communicator:
             root: The rank that gets the result.
             algorithm: See the class.
         """
-        self._agree("reduce", algorithm, tensor, op=op, root=root)
-        flat = _flat_copy(tensor)
-        if algorithm == LIBRARY:
-            dist.reduce(flat, op=OPS[op][1], group=self._group, group_dst=root)
-        else:
-            ALGORITHMS["reduce"][algorithm](
-                SubgroupLink.rooted(self._link, root), flat, _combine(op)
-            )
-        return self._finished(flat, op).view(tensor.shape) if self.rank == root else None
+        total = self._whole("reduce", algorithm, tensor, op, root, group_dst=root)
+        return total if self.rank == root else None
 
     def all_reduce(
         self, tensor: torch.Tensor, op: str = "sum", algorithm: str = LIBRARY
@@ -308,13 +295,7 @@ class Communicator:
             op: See the class.
             algorithm: See the class.
         """
-        self._agree("all_reduce", algorithm, tensor, op=op)
-        flat = _flat_copy(tensor)
-        if algorithm == LIBRARY:
-            dist.all_reduce(flat, op=OPS[op][1], group=self._group)
-        else:
-            ALGORITHMS["all_reduce"][algorithm](self._link, flat, _combine(op))
-        return self._finished(flat, op).view(tensor.shape)
+        return self._whole("all_reduce", algorithm, tensor, op)
 
     def reduce_scatter(
         self, tensor: torch.Tensor, op: str = "sum", algorithm: str = LIBRARY
@@ -374,6 +355,27 @@ class Communicator:
         else:
             ALGORITHMS["all_reduce"][algorithm](self._link, one, _combine("max"))
 
+    def _whole(
+        self,
+        operation: str,
+        algorithm: str,
+        tensor: torch.Tensor,
+        op: str | None = None,
+        root: int | None = None,
+        **of_library: int,
+    ) -> torch.Tensor:
+        """Run a collective on a copy of a tensor, and return the copy."""
+        self._agree(operation, algorithm, tensor, op, root)
+        flat = _flat_copy(tensor)
+        if algorithm == LIBRARY:
+            ops = {} if op is None else {"op": OPS[op][1]}
+            getattr(dist, operation)(flat, group=self._group, **ops, **of_library)
+        else:
+            combine = [] if op is None else [_combine(op)]
+            link = SubgroupLink.rooted(self._link, root or 0)
+            ALGORITHMS[operation][algorithm](link, flat, *combine)
+        return self._finished(flat, op).view(tensor.shape)
+
     def _agree(
         self,
         operation: str,
@@ -398,7 +400,7 @@ class Communicator:
         call = f"{operation} ({', '.join(details)}) of {dtype_name(tensor.dtype)}"
         return compare_calls(self._group, f"{call} [{', '.join(shape)}]", rows, self._device)
 
-    def _finished(self, total: torch.Tensor, op: str) -> torch.Tensor:
+    def _finished(self, total: torch.Tensor, op: str | None) -> torch.Tensor:
         return total.div_(self.size) if op == "mean" else total
 
 

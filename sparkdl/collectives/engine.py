@@ -46,9 +46,6 @@ PENDING, FAILED, UNKNOWN = 0, -1, -2
 """The states in which a rank reports a sum that it is not ready for. A sum that it is ready for has a
 positive number."""
 
-End = Callable[[Any, BaseException | None], None]
-"""A function that ends an operation with a result or an exception."""
-
 
 @dataclass
 class Transfer:
@@ -60,9 +57,8 @@ class Transfer:
     op: str
     priority: float
     call: str
+    sum: Future[torch.Tensor] = field(default_factory=Future)
     state: int = PENDING
-    error: BaseException | None = None
-    end: End | None = field(default=None, compare=False)
 
 
 class Transfers:
@@ -88,25 +84,27 @@ class Transfers:
         )
         with self._changed:
             number, self._asked = self._asked, self._asked + 1
-            self._known[number] = Transfer(
-                number, tensor, list(tensor.detach().view(-1).split(chunk)), op, priority, call
-            )
-            return self._known[number]
+            chunks = list(tensor.detach().view(-1).split(chunk))
+            transfer = Transfer(number, tensor, chunks, op, priority, call)
+            if self._broken is None:
+                self._known[number] = transfer
+            else:
+                transfer.sum.set_exception(self._broken)
+            return transfer
 
-    def begin(self, transfer: Transfer, end: End) -> None:
-        """Say that the tensor has its values; call ``end`` when it has their sum."""
+    def begin(self, transfer: Transfer) -> Future[torch.Tensor]:
+        """Say that the tensor has its values; return the future of their sum."""
         with self._changed:
-            transfer.end = end
-            error = self._broken or transfer.error
-            self._say(transfer, 1 + zlib.crc32(transfer.call.encode()))
-        if error is not None:
-            end(None, error)
+            transfer.state = 1 + zlib.crc32(transfer.call.encode())
+            self._changed.notify_all()
+        return transfer.sum
 
     def give_up(self, transfer: Transfer) -> None:
         """Say that a tensor never gets its values, unless its sum has begun."""
         with self._changed:
-            if transfer.end is None:
-                self._say(transfer, FAILED)
+            if transfer.state == PENDING:
+                transfer.state = FAILED
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Wait until all sums have ended, also those that failed here, and end the thread."""
@@ -114,12 +112,6 @@ class Transfers:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
-
-    def _say(self, transfer: Transfer, state: int) -> None:
-        transfer.state = state
-        if self._broken is not None:  # nobody would be told
-            self._known.pop(transfer.number, None)
-        self._changed.notify_all()
 
     def _serve(self) -> None:
         while True:
@@ -175,18 +167,17 @@ class Transfers:
             while self._oldest in self._finished:
                 self._finished.remove(self._oldest)
                 self._oldest += 1
-            transfer.error, end = error, transfer.end
-        if end is not None:
-            end(None if error else transfer.tensor, error)
+        if error is None:
+            transfer.sum.set_result(transfer.tensor)
+        else:
+            transfer.sum.set_exception(error)
 
     def _break(self, error: BaseException) -> None:
-        """End the sums that are ready here; :meth:`begin` ends the others when they are."""
+        """End all sums, also those that are not ready here yet."""
         with self._changed:
-            self._broken = error
-            ends = [transfer.end for transfer in self._known.values() if transfer.end is not None]
-            self._known = {n: one for n, one in self._known.items() if one.state == PENDING}
-        for end in ends:
-            end(None, error)
+            self._broken, known, self._known = error, self._known, {}
+        for transfer in known.values():
+            transfer.sum.set_exception(error)
 
 
 def problems(tensor: Any, op: str, priority: Any, chunk_bytes: Any) -> list[str]:
@@ -231,8 +222,8 @@ class _Operation:
     waits_for: int = field(compare=False, default=0)
     followers: list[tuple[_Operation, bool]] = field(compare=False, default_factory=list)
     error: BaseException | None = field(compare=False, default=None)
-    begin: Callable[[End], None] | None = field(compare=False, default=None)
-    """Instead of ``fn``: a function that returns at once, and has another thread end the operation."""
+    begins: bool = field(compare=False, default=False)
+    """``fn`` returns at once, with the future of its result."""
 
 
 @dataclass
@@ -347,7 +338,7 @@ class Engine:
             transfers = self._transfers[key]
             transfer = transfers.add(tensor, op, priority, chunk_bytes)
             begin = partial(transfers.begin, transfer)
-            future = self._push(None, (), [tensor], False, priority, begin)
+            future = self._push(begin, (), [tensor], False, priority, begins=True)
         future.add_done_callback(lambda _: transfers.give_up(transfer))
         return future
 
@@ -358,14 +349,14 @@ class Engine:
         mutate: Iterable[Any],
         ordered: bool,
         priority: float,
-        begin: Callable[[End], None] | None = None,
+        begins: bool = False,
     ) -> Future[Any]:
         changes = _by_key(mutate) | ({_key(_LANE): _LANE} if ordered else {})
         tags = _by_key(read) | changes
         with self._changed:
             self._check_open()
             self._pushed, self._unfinished = self._pushed + 1, self._unfinished + 1
-            operation = _Operation((-priority, self._pushed), fn, frozenset(tags), begin=begin)
+            operation = _Operation((-priority, self._pushed), fn, frozenset(tags), begins=begins)
             before: dict[int, tuple[_Operation, bool]] = {}
             for key, tag in tags.items():
                 its = self._tags.setdefault(key, _Tag(tag))
@@ -432,8 +423,8 @@ class Engine:
             result, error = None, operation.error
             if not operation.future.set_running_or_notify_cancel():
                 error = error or CancelledError()
-            elif error is None and operation.begin is not None:
-                operation.begin(partial(self._end, operation))
+            elif error is None and operation.begins:
+                operation.fn().add_done_callback(partial(self._end_as, operation))
                 continue
             elif error is None:
                 try:
@@ -441,6 +432,10 @@ class Engine:
                 except BaseException as raised:
                     error = raised
             self._end(operation, result, error)
+
+    def _end_as(self, operation: _Operation, done: Future[Any]) -> None:
+        error = done.exception()
+        self._end(operation, None if error else done.result(), error)
 
     def _end(self, operation: _Operation, result: Any, error: BaseException | None) -> None:
         """Give an operation its outcome, and let those begin that waited for it."""

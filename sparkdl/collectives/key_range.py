@@ -10,9 +10,11 @@ rows were shared out; whoever reads looks up the files that have the wanted rows
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +39,6 @@ from sparkdl.collectives.algorithms import even_bounds
 from sparkdl.collectives.communicator import dtype_name
 from sparkdl.errors import CheckpointError, ParameterError, kind_of, shown
 
-WHOLE = -1
-"""Stands for the number of rows where an operation has all rows of a range."""
 MakeOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
@@ -62,12 +62,7 @@ class KeySpec:
     bounds: tuple[int, ...]  # the ends of the blocks of rows
 
     @staticmethod
-    def of(name: Hashable, number: int, value: torch.Tensor, places: int) -> KeySpec:
-        """Describe a key whose first value is ``value``."""
-        return KeySpec.shared(name, number, value.shape, value.dtype, places)
-
-    @staticmethod
-    def shared(
+    def of(
         name: Hashable, number: int, shape: Sequence[int], dtype: torch.dtype, places: int
     ) -> KeySpec:
         """Describe a key whose rows are shared out to so many places."""
@@ -86,7 +81,7 @@ class KeySpec:
     @property
     def places(self) -> list[int]:
         """Return the places that have at least one row, or one element."""
-        return [place for place in range(len(self.bounds) - 1) if self._has_any(place)]
+        return [p for p in range(len(self.bounds) - 1) if self.range_shape(p)[0]]
 
     def range_of(self, place: int) -> slice:
         """Return the rows of a place."""
@@ -103,10 +98,6 @@ class KeySpec:
         blocks = torch.searchsorted(torch.tensor(self.bounds), rows, right=True) - 1
         return (blocks - self.number) % (len(self.bounds) - 1)
 
-    def _has_any(self, place: int) -> bool:
-        its = self.range_of(place)
-        return its.stop > its.start
-
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with its rows along the first dimension, also if it has no dimension."""
@@ -120,11 +111,12 @@ def places_of(specs: Sequence[KeySpec]) -> list[int]:
 
 def parts_at(
     place: int, specs: Sequence[KeySpec], tensors: Sequence[torch.Tensor]
-) -> tuple[list[int], list[torch.Tensor]]:
+) -> tuple[list[tuple[int, bool]], list[torch.Tensor]]:
     """Return what an operation on whole keys says to a place, and the rows of each tensor there."""
     here = [(s, its) for s, its in zip(specs, tensors, strict=True) if place in s.places]
-    words = [word for spec, _ in here for word in (spec.number, WHOLE)]
-    return words, [as_rows(its)[spec.range_of(place)] for spec, its in here]
+    return [(spec.number, False) for spec, _ in here], [
+        as_rows(its)[spec.range_of(place)] for spec, its in here
+    ]
 
 
 class Gradient(NamedTuple):
@@ -196,25 +188,17 @@ class Rounds:
     """
 
     def __init__(self, clients: int) -> None:
-        self._pushed = [0] * clients
-        self._open: list[dict[int, Gradient]] = []
-        self._first = 0
+        self._open: list[deque[Gradient]] = [deque() for _ in range(clients)]
 
     def add(self, client: int, gradient: Gradient) -> None:
         """Add a client's next gradient."""
-        number = self._pushed[client] - self._first
-        self._pushed[client] += 1
-        if number == len(self._open):
-            self._open.append({})
-        self._open[number][client] = gradient
+        self._open[client].append(gradient)
 
     def complete(self, active: Sequence[int]) -> list[list[Gradient]]:
         """Remove the rounds that all ``active`` clients have made; return their gradients."""
         found = []
-        while self._open and all(self._pushed[client] > self._first for client in active):
-            gradients: dict[int, Any] = self._open.pop(0)
-            self._first += 1
-            found.append([gradients[client] for client in sorted(gradients)])
+        while any(self._open) and all(self._open[client] for client in active):
+            found.append([pushed.popleft() for pushed in self._open if pushed])
         return found
 
 
@@ -281,7 +265,7 @@ class Manifest:
     @staticmethod
     def read(folder: Path) -> Manifest:
         """Read the manifest of a folder."""
-        with _explained("load", folder), _naming(MANIFEST):
+        with _explained("load", folder, MANIFEST):
             found = parse_json(read_plain(folder / MANIFEST, MAX_JSON_BYTES))
             if not isinstance(found, dict) or found.get("format") != FORMAT:
                 raise ValueError(f"it is not of format {FORMAT}")
@@ -289,7 +273,7 @@ class Manifest:
                 raise ValueError("its checksum differs")
             owners = int(found["owners"])
             keys = [
-                KeySpec.shared(
+                KeySpec.of(
                     decode(key["name"], {}), number, key["shape"], _DTYPES[key["dtype"]], owners
                 )
                 for number, key in enumerate(found["keys"])
@@ -354,34 +338,33 @@ class _Files:
 
     def rows(self, old: KeySpec, wanted: slice) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the values of rows, and the state of their optimizer."""
-        parts = []
-        for place in old.places:
-            its = old.range_of(place)
-            start, stop = max(its.start, wanted.start), min(its.stop, wanted.stop)
-            if start < stop:
-                with _naming(self._saved.file_of(place).name):
-                    parts.append((start, self._part(place, old, slice(start, stop))))
-        parts.sort(key=lambda part: part[0])
-        values = torch.cat([values for _, (values, _) in parts])
-        return values, _joined(old, [state for _, (_, state) in parts])
+        ranges = {place: old.range_of(place) for place in old.places}
+        places = [p for p, r in ranges.items() if r.start < wanted.stop and wanted.start < r.stop]
+        places.sort(key=lambda place: ranges[place].start)
+        parts = [self._part(place, old) for place in places]
+        if [ranges[place] for place in places] == [wanted]:
+            return parts[0]
+        first = ranges[places[0]].start
+        rows = slice(wanted.start - first, wanted.stop - first)
+        lengths, states = [len(values) for values, _ in parts], [state for _, state in parts]
+        joined = {
+            name: _joined(old, name, [state.get(name) for state in states], lengths, rows)
+            for name in dict.fromkeys(itertools.chain(*states))
+        }
+        return torch.cat([values for values, _ in parts])[rows].clone(), joined
 
-    def _part(self, place: int, old: KeySpec, wanted: slice) -> tuple[torch.Tensor, dict[str, Any]]:
-        file, states, names = self._open(place)
-        its = old.range_of(place)
-        cut = slice(wanted.start - its.start, wanted.stop - its.start)
-        # copies, because the others lie in the file
-        tensors = {name: file.get_tensor(name).clone() for name in names[str(old.number)]}
-        for name, tensor in tensors.items():
-            if states.get(_CHECKSUMS, {}).get(name) not in (None, _checksum(tensor)):
-                raise ValueError(f"the checksum of {name} differs")
-        values = tensors[_values(old.number)]
-        if tuple(values.shape) != old.range_shape(place) or values.dtype != old.dtype:
-            raise ValueError(f"the values of {old.name!r} are others")
-        state = decode(states[str(old.number)], tensors)
-        if wanted != its:
-            count = len(values)
-            state = {name: _cut(old, name, one, count, cut) for name, one in state.items()}
-        return values[cut], state
+    def _part(self, place: int, old: KeySpec) -> tuple[torch.Tensor, dict[str, Any]]:
+        with _explained("load", self._saved.folder, self._saved.file_of(place).name):
+            file, states, names = self._open(place)
+            # copies, because the others lie in the file
+            tensors = {name: file.get_tensor(name).clone() for name in names[str(old.number)]}
+            for name, tensor in tensors.items():
+                if states.get(_CHECKSUMS, {}).get(name) not in (None, _checksum(tensor)):
+                    raise ValueError(f"the checksum of {name} differs")
+            values = tensors[_values(old.number)]
+            if tuple(values.shape) != old.range_shape(place) or values.dtype != old.dtype:
+                raise ValueError(f"the values of {old.name!r} are others")
+            return values, decode(states[str(old.number)], tensors)
 
     def _open(self, place: int) -> tuple[Any, dict[str, Any], dict[str, list[str]]]:
         if place not in self._files:
@@ -397,57 +380,36 @@ class _Files:
         return self._files[place]
 
 
-def _cut(old: KeySpec, name: str, one: Any, rows: int, wanted: slice) -> Any:
-    """Return what an optimizer knows of some of its rows: numbers are known of all."""
-    if not isinstance(one, torch.Tensor) or one.dim() == 0:
-        return one
-    if len(one) != rows:
-        raise _not_shared(old, name, one)
-    return one[wanted].clone()
-
-
-def _joined(old: KeySpec, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of an optimizer of rows that several optimizers have updated."""
-    names = dict.fromkeys(name for state in states for name in state)
-    return {name: _joined_one(old, name, [state.get(name) for state in states]) for name in names}
-
-
-def _joined_one(old: KeySpec, name: str, given: Sequence[Any]) -> Any:
-    """Return tensors of rows joined; of numbers, such as counts of steps, the largest."""
-    one = given[0]
-    if len(given) == 1 or all(each is None for each in given):
-        return one
-    if all(isinstance(each, torch.Tensor) for each in given):
-        return torch.cat(list(given)) if one.dim() else max(given, key=float)
-    if all(isinstance(each, (int, float)) for each in given):
-        return max(given)
-    raise _not_shared(old, name, one)
-
-
-def _not_shared(old: KeySpec, name: str, one: Any) -> ValueError:
-    return ValueError(
-        f'the optimizer\'s "{name}" of {old.name!r} is {kind_of(one)}, which cannot be shared out to '
-        "other owners: use as many as there were"
+def _joined(
+    old: KeySpec, name: str, states: Sequence[Any], lengths: Sequence[int], rows: slice
+) -> Any:
+    """Return these rows of tensors of all rows, joined; of numbers, such as steps, the largest."""
+    each = [
+        isinstance(s, torch.Tensor) and s.shape[:1] == (n,)
+        for s, n in zip(states, lengths, strict=True)
+    ]
+    if all(each):
+        return torch.cat(list(states))[rows].clone()
+    if all(
+        isinstance(s, (int, float)) or (isinstance(s, torch.Tensor) and not s.dim()) for s in states
+    ):
+        return max(states, key=float)
+    if not any(isinstance(s, torch.Tensor) for s in states) and all(s == states[0] for s in states):
+        return states[0]
+    raise ValueError(
+        f'the optimizer\'s "{name}" of {old.name!r} is {kind_of(states[0])}, which cannot be shared '
+        "out to other owners: use as many as there were"
     )
 
 
 @contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Name the file in the error of a block that reads it."""
-    try:
-        yield
-    except (ValueError, TypeError, KeyError, safetensors.SafetensorError) as error:
-        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{name}: {what or kind_of(error)}") from error
-
-
-@contextlib.contextmanager
-def _explained(doing: str, folder: Path) -> Iterator[None]:
-    """Raise an error of the block as :class:`sparkdl.CheckpointError`."""
+def _explained(doing: str, folder: Path, file: str = "") -> Iterator[None]:
+    """Raise an error of the block as :class:`sparkdl.CheckpointError`, which names the file."""
     try:
         yield
     except (OSError, ValueError, TypeError, KeyError, safetensors.SafetensorError) as error:
         what = str(error) if not isinstance(error, KeyError) else f"it has no {error}"
+        where = f"{file}: " if file and not isinstance(error, OSError) else ""
         raise CheckpointError(
-            f'Cannot {doing} the parameter server in "{folder}": {what or kind_of(error)}.'
+            f'Cannot {doing} the parameter server in "{folder}": {where}{what or kind_of(error)}.'
         ) from error

@@ -1,7 +1,5 @@
 """A parameter server on the ranks of a process group: keys, pushes of gradients, pulls of values.
 
-The operations of a client on the keys of a parameter server.
-
 The parameter server under the names of MXNet's KVStore.
 """
 
@@ -9,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -29,7 +27,6 @@ from sparkdl.collectives.server_client import (
     Client,
     as_lists,
     checked_options,
-    connect,
     gradient_problems,
     new_key_problems,
     optimizer_problems,
@@ -37,29 +34,76 @@ from sparkdl.collectives.server_client import (
     row_value_problems,
     sparse_problems,
 )
-from sparkdl.collectives.server_messages import Kind, Message, text_tensor
+from sparkdl.collectives.server_messages import Kind
 from sparkdl.errors import CheckpointError, ParameterError, kind_of, nearest, raise_all, shown
 
+_open: set[ParameterServer] = set()
+"""Those of this process that nobody has closed, which would otherwise end with no notice."""
 
-class KeyOperations:
-    """The operations on keys, see :class:`sparkdl.collectives.ParameterServer`.
+
+class ParameterServer:
+    """Tensors that the ranks of a process group share, updated where they lie.
+
+    A *key* names a tensor. Its rows are shared out to *owners*, which are ranks. Every rank is a
+    *client*: it pulls values and pushes gradients, from which an owner makes a step of the
+    optimizer. Owners serve in threads of their own, beside whatever the rank does.
+
+    =====================  ================================================================
+    ``consistency``        one step of a key takes
+    =====================  ================================================================
+    ``"asynchronous"``     one gradient, as soon as it comes. ``staleness=s``: a client that
+                           has pushed a key more than s times more often than the slowest
+                           one waits; None (the default): nobody waits.
+    ``"synchronous"``      a gradient of every client: their mean. ``staleness=0`` (the
+                           default): a pull waits for all earlier steps; ``staleness=s``: it
+                           may miss the last s (stale synchronous).
+    =====================  ================================================================
+
+    All owners apply operations in one order, so a pull never mixes two states. :attr:`order` has
+    it after :meth:`close`, and ``replay=order`` repeats it: the same function on the same data
+    then gives the same bits, whatever the speeds of the ranks.
+
+    The constructor, :meth:`init`, :meth:`load`, :meth:`set_optimizer`, :meth:`barrier` and
+    :meth:`close` are called on all ranks in the same order; pushes and pulls by whoever wants to. Use
+    the object as a context manager, which closes it. It may be used from several threads, one at a
+    time.
 
     Args:
-        client: The conversation with the owners.
-        keys: The keys by number, which are added before owners receive them.
-        optimizer: Makes the optimizer of a range, or None.
-        means: Whether a step takes a mean.
+        optimizer: A ``torch.optim`` class, or a ``partial`` of one, that is called with a list of
+            tensors. None means that what is pushed is added to the value.
+        consistency: "asynchronous" or "synchronous".
+        staleness: How far clients may be apart, see above.
+        owners: The ranks that have the values. None means all ranks.
+        average: Whether a synchronous step takes the mean of the gradients. Otherwise it takes
+            their sum.
+        timeout: The seconds that any call may wait.
+        replay: The order of an earlier run.
 
-    Attributes:
-        rank: The rank of this client.
+    Raises:
+        sparkdl.ParameterError: There is no process group, an argument is wrong, or ranks differ.
     """
 
     def __init__(
-        self, client: Client, keys: dict[int, KeySpec], optimizer: MakeOptimizer | None, means: bool
+        self,
+        optimizer: MakeOptimizer | None = None,
+        *,
+        consistency: str = "asynchronous",
+        staleness: int | None = None,
+        owners: Iterable[int] | None = None,
+        average: bool = True,
+        timeout: float = 300.0,
+        replay: Sequence[int] | torch.Tensor | None = None,
     ) -> None:
-        self.rank, self._client, self._keys = client.rank, client, keys
-        self._optimizer, self._means = optimizer, means
+        ranks, options = checked_options(
+            optimizer, consistency, staleness, owners, average, timeout, replay
+        )
+        self._keys: dict[int, KeySpec] = {}  # a key is here before owners receive it
         self._names: dict[Hashable, KeySpec] = {}
+        self._client = Client(ranks, self._keys, optimizer, options)
+        self._optimizer, self._means = optimizer, options.synchronous and options.average
+        self.rank, self.size = self._client.rank, dist.get_world_size()
+        self._order = torch.empty(0, dtype=torch.int32)
+        _open.add(self)
 
     def init(self, key: Any, value: Any) -> None:
         """Give a key its first value, that of rank 0.
@@ -77,7 +121,7 @@ class KeyOperations:
         with self._client.in_use():
             first = len(self._names)
             specs = [
-                KeySpec.of(name, first + i, its, len(self._client.places))
+                KeySpec.of(name, first + i, its.shape, its.dtype, len(self._client.places))
                 for i, (name, its) in enumerate(zip(names, values, strict=True))
             ]
             self._keys.update((spec.number, spec) for spec in specs)  # before owners receive them
@@ -87,7 +131,7 @@ class KeyOperations:
                 for spec, whole in zip(specs, values, strict=True):
                     for place in spec.places:
                         part = as_rows(whole.detach())[spec.range_of(place)].cpu()
-                        self._client.send(place, Message.INIT, [spec.number], [part])
+                        self._client.send(place, Kind.INIT, [spec.number], [part])
                     for place in spec.places:
                         self._client.answer(place)
             self._client.meet(f"init {told}")
@@ -166,7 +210,7 @@ class KeyOperations:
             for place in spec.places:
                 chosen = where == place
                 its = rows[chosen] - spec.range_of(place).start
-                parts[place] = [spec.number, len(its)], [its, values[chosen]]
+                parts[place] = [(spec.number, True)], [its, values[chosen]]
             self._client.operate(Kind.PUSH, [spec.number], parts)
 
     def pull_rows(self, key: Hashable, rows: Any) -> torch.Tensor:
@@ -179,7 +223,7 @@ class KeyOperations:
             where, parts, into = spec.places_of(rows), {}, {}
             for place in where.unique().tolist():
                 its = rows[where == place] - spec.range_of(place).start
-                parts[place] = [spec.number, len(its)], [its]
+                parts[place] = [(spec.number, True)], [its]
                 into[place] = [torch.empty(len(its), *spec.row_shape, dtype=spec.dtype)]
             self._client.operate(Kind.PULL, [spec.number], parts)
             self._client.answers(into)
@@ -194,73 +238,6 @@ class KeyOperations:
             close = nearest(name, texts) if isinstance(name, str) else ""
             raise ParameterError(f"There is no key {name!r}: init it on all ranks first.{close}")
         return self._names[name]
-
-
-_open: set[ParameterServer] = set()
-"""Those of this process that nobody has closed, which would otherwise end with no notice."""
-
-
-class ParameterServer(KeyOperations):
-    """Tensors that the ranks of a process group share, updated where they lie.
-
-    A *key* names a tensor. Its rows are shared out to *owners*, which are ranks. Every rank is a
-    *client*: it pulls values and pushes gradients, from which an owner makes a step of the
-    optimizer. Owners serve in threads of their own, beside whatever the rank does.
-
-    =====================  ================================================================
-    ``consistency``        one step of a key takes
-    =====================  ================================================================
-    ``"asynchronous"``     one gradient, as soon as it comes. ``staleness=s``: a client that
-                           has pushed a key more than s times more often than the slowest
-                           one waits; None (the default): nobody waits.
-    ``"synchronous"``      a gradient of every client: their mean. ``staleness=0`` (the
-                           default): a pull waits for all earlier steps; ``staleness=s``: it
-                           may miss the last s (stale synchronous).
-    =====================  ================================================================
-
-    All owners apply operations in one order, so a pull never mixes two states. :attr:`order` has
-    it after :meth:`close`, and ``replay=order`` repeats it: the same function on the same data
-    then gives the same bits, whatever the speeds of the ranks.
-
-    The constructor, :meth:`init`, :meth:`load`, :meth:`set_optimizer`, :meth:`barrier` and
-    :meth:`close` are called on all ranks in the same order; pushes and pulls by whoever wants to. Use
-    the object as a context manager, which closes it. It may be used from several threads, one at a
-    time.
-
-    Args:
-        optimizer: A ``torch.optim`` class, or a ``partial`` of one, that is called with a list of
-            tensors. None means that what is pushed is added to the value.
-        consistency: "asynchronous" or "synchronous".
-        staleness: How far clients may be apart, see above.
-        owners: The ranks that have the values. None means all ranks.
-        average: Whether a synchronous step takes the mean of the gradients. Otherwise it takes
-            their sum.
-        timeout: The seconds that any call may wait.
-        replay: The order of an earlier run.
-
-    Raises:
-        sparkdl.ParameterError: There is no process group, an argument is wrong, or ranks differ.
-    """
-
-    def __init__(
-        self,
-        optimizer: MakeOptimizer | None = None,
-        *,
-        consistency: str = "asynchronous",
-        staleness: int | None = None,
-        owners: Iterable[int] | None = None,
-        average: bool = True,
-        timeout: float = 300.0,
-        replay: Sequence[int] | torch.Tensor | None = None,
-    ) -> None:
-        ranks, options = checked_options(
-            optimizer, consistency, staleness, owners, average, timeout, replay
-        )
-        keys: dict[int, KeySpec] = {}
-        client, self._server = connect(ranks, keys, optimizer, options)
-        super().__init__(client, keys, optimizer, options.synchronous and options.average)
-        self.size, self._order = dist.get_world_size(), torch.empty(0, dtype=torch.int32)
-        _open.add(self)
 
     @property
     def order(self) -> torch.Tensor:
@@ -278,8 +255,8 @@ class ParameterServer(KeyOperations):
         raise_all(ParameterError, optimizer_problems(optimizer, len(self._client.places)))
         with self._client.in_use():
             self._optimizer = optimizer
-            if self._server is not None:
-                self._server.next_make = optimizer
+            if self._client.server is not None:
+                self._client.server.next_make = optimizer
             self._client.meet("set_optimizer")
             if self.rank == 0:
                 self._everywhere(Kind.OPTIMIZER)
@@ -303,8 +280,7 @@ class ParameterServer(KeyOperations):
         with self._client.in_use():
             places, name = self._client.places, optimizer_name(self._optimizer)
             saved = Manifest(folder, new_name(), len(places), name, tuple(self._names.values()))
-            notes = {place: text_tensor(str(saved.file_of(place))) for place in places}
-            parts = {place: ([len(note)], [note]) for place, note in notes.items()}
+            parts = {place: ([str(saved.file_of(place))], ()) for place in places}
             self._client.operate(Kind.SAVE, [], parts)
             self._client.answers(dict.fromkeys(places, ()))
             saved.write()
@@ -336,13 +312,12 @@ class ParameterServer(KeyOperations):
         with self._client.in_use():
             first, places, failed = len(self._names), len(self._client.places), None
             specs = [
-                KeySpec.shared(s.name, first + s.number, s.shape, s.dtype, places)
-                for s in saved.keys
+                KeySpec.of(s.name, first + s.number, s.shape, s.dtype, places) for s in saved.keys
             ]
             self._keys.update((spec.number, spec) for spec in specs)
             try:
-                if self._server is not None:
-                    self._server.read(saved, specs, self._optimizer)
+                if self._client.server is not None:
+                    self._client.server.read(saved, specs, self._optimizer)
             except CheckpointError as error:
                 failed = error
             try:
@@ -386,7 +361,7 @@ class ParameterServer(KeyOperations):
             self._client.end()
             _open.discard(self)
 
-    def __enter__(self) -> ParameterServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
@@ -410,7 +385,7 @@ def abandon_all() -> None:
 KINDS = {"dist_sync": "synchronous", "dist_async": "asynchronous"}
 
 
-class KVStore:
+class KVStore(ParameterServer):
     """A :class:`ParameterServer` with the names and rules of MXNet's distributed KVStore.
 
     Under "dist_sync" a step takes the *sum* of all workers' gradients, and under "dist_async" each
@@ -424,7 +399,6 @@ class KVStore:
 
     Attributes:
         type: The type.
-        server: The parameter server below.
     """
 
     def __init__(
@@ -438,64 +412,38 @@ class KVStore:
             known = " or ".join(f'"{word}"' for word in KINDS)
             raise ParameterError(f"type = {shown(type)}: give {known}.{nearest(str(type), KINDS)}")
         self.type = type
-        self.server = ParameterServer(
+        super().__init__(
             Assign, consistency=KINDS[type], owners=owners, average=False, timeout=timeout
         )
 
     @property
-    def rank(self) -> int:
-        """Return the rank of this worker."""
-        return self.server.rank
+    def server(self) -> ParameterServer:
+        """Return the parameter server, which is this object."""
+        return self
 
     @property
     def num_workers(self) -> int:
         """Return the number of workers."""
-        return self.server.size
-
-    def init(self, key: Any, value: Any) -> None:
-        """Give a key, or each of a list of keys, its first value, that of rank 0."""
-        self.server.init(key, value)
+        return self.size
 
     def push(self, key: Any, value: Any) -> None:
         """Push a value, or a sparse COO tensor with the rows that it has."""
         if isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo:
             rows = value.coalesce()
-            self.server.push_rows(key, rows.indices()[0], rows.values())
+            self.push_rows(key, rows.indices()[0], rows.values())
         else:
-            self.server.push(key, value)
-
-    def pull(self, key: Any, out: Any = None) -> Any:
-        """Return the value of a key, or copy it into ``out``."""
-        return self.server.pull(key, out)
+            super().push(key, value)
 
     def row_sparse_pull(
         self, key: Hashable, row_ids: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return some rows of a key, or copy them into the same rows of ``out``."""
-        values = self.server.pull_rows(key, row_ids)
+        values = self.pull_rows(key, row_ids)
         if out is None:
             return values
         with torch.no_grad():
             out[torch.as_tensor(row_ids)] = values.to(out.device)
         return out
-
-    def set_optimizer(self, optimizer: MakeOptimizer) -> None:
-        """Let the owners update with an optimizer; called on every worker with the same one."""
-        self.server.set_optimizer(optimizer)
-
-    def barrier(self) -> None:
-        """Return when all workers have called this."""
-        self.server.barrier()
-
-    def close(self) -> None:
-        """Wait for all workers and end the server."""
-        self.server.close()
-
-    def __enter__(self) -> KVStore:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.server.__exit__(*error)
 
 
 class Assign(torch.optim.Optimizer):

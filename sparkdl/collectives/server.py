@@ -9,8 +9,6 @@ puts its requests into the queue directly, because Gloo cannot send to itself.
 A request that must wait (for its turn, for earlier positions, for other ranks) is parked with the
 time until which it may wait. Whoever waits for longer is answered with an error, so no client waits
 without a bound.
-
-The ranges of one owner, and what operations do to them. Pure torch: no threads, no messages.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sparkdl.collectives.key_range import (
-    WHOLE,
     Gradient,
     KeyRange,
     KeySpec,
@@ -41,18 +39,11 @@ from sparkdl.collectives.key_range import (
 from sparkdl.collectives.server_messages import (
     ERRORS,
     Kind,
-    Message,
     Operation,
     OperationOrder,
     Request,
     ServerOptions,
     Words,
-    message_of,
-    pairs,
-    places_of,
-    tensors_of,
-    text_of,
-    text_tensor,
 )
 from sparkdl.errors import (
     CheckpointError,
@@ -64,72 +55,6 @@ from sparkdl.errors import (
     first_line,
     in_short,
 )
-
-
-class OwnedRanges:
-    """The rows of all keys that lie at one owner."""
-
-    def __init__(
-        self, clients: int, make: MakeOptimizer | None, synchronous: bool, average: bool
-    ) -> None:
-        self._make, self._synchronous, self._average = make, synchronous, average
-        self._clients, self._active = clients, list(range(clients))
-        self._ranges: dict[int, KeyRange] = {}
-        self._rounds: dict[int, Rounds] = {}
-
-    def init(self, key: int, values: torch.Tensor) -> None:
-        """Add a range."""
-        self.add({key: KeyRange(values, self._make, self._average)})
-
-    def add(self, ranges: Mapping[int, KeyRange]) -> None:
-        """Add ranges by the numbers of their keys."""
-        self._ranges |= ranges
-        self._rounds |= {key: Rounds(self._clients) for key in ranges}
-
-    def save(self, path: Path) -> None:
-        """Write all ranges to a file."""
-        write_ranges(path, self._ranges)
-
-    def push(self, client: int, words: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Take a client's gradients, and make the steps that they complete.
-
-        ``words`` has the key and the number of rows, or WHOLE, of each gradient; ``tensors`` has
-        its rows, unless they are all, and its values.
-        """
-        left = iter(tensors)
-        for key, count in pairs(words):
-            rows = None if count == WHOLE else next(left)
-            gradient = Gradient(next(left), rows)
-            if self._synchronous:
-                self._rounds[key].add(client, gradient)
-                self._step_complete(key)
-            else:
-                self._ranges[key].step([gradient])
-
-    def pull(self, words: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return values, which the next push may change; see :meth:`push`."""
-        left, found = iter(tensors), []
-        for key, count in pairs(words):
-            values = self._ranges[key].values
-            found.append(values if count == WHOLE else values[next(left)])
-        return found
-
-    def finish(self, client: int) -> None:
-        """Make the steps that waited for this client alone, which pushes no more."""
-        self._active.remove(client)
-        for key in self._rounds:
-            self._step_complete(key)
-
-    def use(self, make: MakeOptimizer | None) -> None:
-        """Update with new optimizers from now on."""
-        self._make = make
-        for its in self._ranges.values():
-            its.use(make)
-
-    def _step_complete(self, key: int) -> None:
-        for gradients in self._rounds[key].complete(self._active):
-            self._ranges[key].step(gradients)
-
 
 JOIN_SECONDS = 5.0
 
@@ -154,9 +79,9 @@ class Server:
         self._keys, self._options = keys, options
         self._order = OperationOrder(requests.size, options.staleness, options.replay)
         self._positions = [0] * places
-        self._ranges = OwnedRanges(
-            requests.size, make, synchronous=options.synchronous, average=options.average
-        )
+        self._active = list(range(requests.size))
+        self._ranges: dict[int, KeyRange] = {}
+        self._rounds: dict[int, Rounds] = {}
         self._turn_asked: dict[int, Request] = {}
         self._met: dict[int, Request] = {}
         self._held: dict[int, Request] = {}
@@ -170,7 +95,8 @@ class Server:
             for peer in range(requests.size)
             if peer != requests.rank
         ]
-        self.next_make, self._next_ranges = make, dict[int, KeyRange]()
+        self._make = self.next_make = make
+        self._next_ranges: dict[int, KeyRange] = {}
 
     def start(self) -> None:
         """Start the threads."""
@@ -198,15 +124,10 @@ class Server:
         answer = partial(self._replies.send, peer, limit=timedelta(seconds=self._options.timeout))
         try:
             while True:
-                number, *words = self._requests.receive(peer)
-                kind = Message(number)
-                if kind == Message.BYE:
+                (kind, *words), tensors = self._requests.receive(peer)
+                if kind == Kind.BYE:
                     return
-                tensors = [
-                    self._requests.receive_into(torch.empty(shape, dtype=dtype), peer)
-                    for shape, dtype in tensors_of(kind, words, self._keys, self._place)
-                ]
-                self.submit(Request(peer, kind, words, tensors, answer))
+                self.submit(Request(peer, Kind(kind), words, tensors, answer))
         except Exception as error:  # whatever Gloo raises
             self._queue.put(
                 StateLostError(f"the connection to rank {peer} is lost: {first_line(error)}")
@@ -239,12 +160,13 @@ class Server:
     def _handle(self, request: Request) -> None:
         if self._failure is not None:
             self._refuse(request, self._failure)
-        elif request.kind == Message.TURN:
+        elif request.kind == Kind.TURN:
             self._ask_turn(request)
-        elif request.kind == Message.MEET:
+        elif request.kind == Kind.MEET:
             self._meet(request)
-        elif request.kind == Message.INIT:
-            self._ranges.init(request.words[0], request.tensors[0])
+        elif request.kind == Kind.INIT:
+            values = KeyRange(request.tensors[0], self._make, self._options.average)
+            self._add({request.words[0]: values})
             self._answer(request)
         else:
             self._hold(request)
@@ -258,26 +180,26 @@ class Server:
             self._next += 1
 
     def _ask_turn(self, request: Request) -> None:
-        kind, count, *rest = request.words
         self._turn_asked[request.client] = request
-        self._order.ask(Operation(request.client, Kind(kind), tuple(rest[:count])))
+        kind, keys, *_ = request.words
+        self._order.ask(Operation(request.client, Kind(kind), tuple(keys)))
         while (granted := self._order.grant()) is not None:
             its = self._turn_asked.pop(granted.client)
-            places, words = places_of(its.words)
+            kind, _, places, words = its.words
             positions = [self._positions[place] for place in places]
             for place in places:
                 self._positions[place] += 1
             self._answer(its, positions)
             if 0 in places:
                 own = [positions[places.index(0)], *words]
-                self._hold(replace(its, kind=message_of(its.words), words=own))
+                self._hold(replace(its, kind=Kind(kind), words=own))
 
     def _meet(self, request: Request) -> None:
         """Answer all ranks once each of them has come."""
         self._met[request.client] = request
         if len(self._met) < self._requests.size:
             return
-        texts = {client: text_of(its.tensors[0]) for client, its in sorted(self._met.items())}
+        texts = {client: its.words[0] for client, its in sorted(self._met.items())}
         met, self._met = list(self._met.values()), {}
         if len(set(texts.values())) == 1:
             order = list(self._order.order) if set(texts.values()) == {"close"} else []
@@ -291,25 +213,50 @@ class Server:
 
     def _apply(self, request: Request) -> None:
         """Do what has its position now."""
-        words = request.words[1:]
-        if request.kind == Message.PUSH:
-            self._ranges.push(request.client, words, request.tensors)
+        words, left = request.words[1:], iter(request.tensors)
+        if request.kind == Kind.PUSH:
+            for key, by_rows in words:
+                rows = next(left) if by_rows else None
+                self._push(key, request.client, Gradient(next(left), rows))
             return
         values: list[torch.Tensor] = []
-        if request.kind == Message.PULL:
-            values = self._ranges.pull(words, request.tensors)
-        elif request.kind == Message.FINISH:
-            self._ranges.finish(request.client)
-        elif request.kind == Message.SAVE:
+        if request.kind == Kind.PULL:  # the next push may change them
+            for key, by_rows in words:
+                whole = self._ranges[key].values
+                values.append(whole[next(left)] if by_rows else whole)
+        elif request.kind == Kind.FINISH:
+            self._active.remove(request.client)  # it pushes no more
+            for key in self._rounds:
+                self._step_complete(key)
+        elif request.kind == Kind.SAVE:
             try:
-                self._ranges.save(Path(text_of(request.tensors[0])))
+                write_ranges(Path(words[0]), self._ranges)
             except CheckpointError as error:  # the server itself can go on
                 return self._refuse(request, error)
-        elif request.kind == Message.LOAD:
-            self._ranges.add(self._next_ranges)
+        elif request.kind == Kind.LOAD:
+            self._add(self._next_ranges)
         else:
-            self._ranges.use(self.next_make)
+            self._make = self.next_make
+            for its in self._ranges.values():
+                its.use(self._make)
         self._answer(request, tensors=values)
+
+    def _add(self, ranges: Mapping[int, KeyRange]) -> None:
+        """Add ranges by the numbers of their keys."""
+        self._ranges |= ranges
+        self._rounds |= {key: Rounds(self._requests.size) for key in ranges}
+
+    def _push(self, key: int, client: int, gradient: Gradient) -> None:
+        """Take a client's gradient, and make the steps that it completes."""
+        if self._options.synchronous:
+            self._rounds[key].add(client, gradient)
+            self._step_complete(key)
+        else:
+            self._ranges[key].step([gradient])
+
+    def _step_complete(self, key: int) -> None:
+        for gradients in self._rounds[key].complete(self._active):
+            self._ranges[key].step(gradients)
 
     def _expire(self) -> None:
         """Answer the requests that have waited for too long."""
@@ -317,15 +264,15 @@ class Server:
         for client, request in list(self._turn_asked.items()):
             if request.until <= now:
                 del self._turn_asked[client]
-                keys = request.words[2 : 2 + request.words[1]]
-                names = ", ".join(repr(self._keys[key].name) for key in keys) or "the end"
+                keys = [self._keys[key].name for key in request.words[1]]
+                names = ", ".join(map(repr, keys)) or "the end"
                 why = self._order.withdraw(client)
                 self._refuse(request, StalledError(f"{names}: no turn within {seconds}: {why}."))
         if any(request.until <= now for request in self._met.values()):
             ranks = [str(rank) for rank in range(self._requests.size) if rank not in self._met]
             for request in self._met.values():
-                text = text_of(request.tensors[0])
-                late = f"{text}: rank {', '.join(ranks)} has not called it within {seconds}."
+                called = f"{request.words[0]}: rank {', '.join(ranks)}"
+                late = f"{called} has not called it within {seconds}."
                 self._refuse(request, StalledError(late))
             self._met.clear()
         if any(request.until <= now for request in self._held.values()):
@@ -345,17 +292,16 @@ class Server:
             parked.clear()
 
     def _refuse(self, request: Request, error: SparkdlError) -> None:
-        if request.kind != Message.PUSH:
-            code = 1 + next(i for i, kind in enumerate(ERRORS) if isinstance(error, kind))
-            text = text_tensor(str(error))
-            self._answer(request, [len(text)], [text], code)
+        if request.kind != Kind.PUSH:
+            name = next(name for name, kind in ERRORS.items() if isinstance(error, kind))
+            self._answer(request, [str(error)], error=name)
 
     def _answer(
         self,
         request: Request,
-        words: Sequence[int] = (),
+        words: Sequence[Any] = (),
         tensors: Sequence[torch.Tensor] = (),
-        code: int = 0,
+        error: str = "",
     ) -> None:
         with contextlib.suppress(RuntimeError, ValueError):  # its listener finds that it is gone
-            request.answer([code, *words], tensors)
+            request.answer([error, *words], tensors)

@@ -20,16 +20,7 @@ import torch.distributed as dist
 from sparkdl.collectives.communicator import compare_calls, dtype_name
 from sparkdl.collectives.key_range import KeySpec, MakeOptimizer
 from sparkdl.collectives.server import Server
-from sparkdl.collectives.server_messages import (
-    ERRORS,
-    Kind,
-    Message,
-    Request,
-    ServerOptions,
-    Words,
-    text_of,
-    text_tensor,
-)
+from sparkdl.collectives.server_messages import ERRORS, Kind, Request, ServerOptions, Words
 from sparkdl.errors import (
     ParameterError,
     SparkdlError,
@@ -47,56 +38,44 @@ from sparkdl.plain import is_number, is_whole, plain
 GRACE_SECONDS = 5.0
 """How much longer a client waits than the owner, whose error says more."""
 
-Part = tuple[Sequence[int], Sequence[torch.Tensor]]
-"""The numbers and tensors that an operation sends to a place."""
-
-
-def connect(
-    owners: Sequence[int],
-    keys: dict[int, KeySpec],
-    make: MakeOptimizer | None,
-    options: ServerOptions,
-) -> tuple[Client, Server | None]:
-    """Make the process groups, and the server of this rank if it is an owner, on all ranks.
-
-    The caller adds to ``keys`` before it initializes them.
-    """
-    limit = timedelta(seconds=options.timeout + GRACE_SECONDS)
-    groups = [dist.new_group(backend="gloo", timeout=limit) for _ in range(2)]
-    requests, replies = map(Words, groups)
-    operations = None if options.replay is None else len(options.replay)
-    text = f"{replace(options, replay=None)} of owners {owners}, {operations=}"
-    try:
-        compare_calls(groups[0], text, 0, torch.device("cpu"))
-    except ParameterError:
-        requests.destroy()
-        replies.destroy()
-        raise
-    server = None
-    if requests.rank in owners:
-        place = owners.index(requests.rank)
-        server = Server(place, len(owners), requests, replies, keys, make, options)
-        server.start()
-    return Client(owners, requests, replies, server, limit), server
+Part = tuple[Sequence[Any], Sequence[torch.Tensor]]
+"""The words and tensors that an operation sends to a place."""
 
 
 class Client:
-    """One rank's end of the messages to all owners."""
+    """One rank's end of the messages to all owners, with the server of this rank if it is one.
+
+    All ranks make it together. The caller adds to ``keys`` before it initializes them.
+    """
 
     def __init__(
         self,
         owners: Sequence[int],
-        requests: Words,
-        replies: Words,
-        server: Server | None,
-        limit: timedelta,
+        keys: dict[int, KeySpec],
+        make: MakeOptimizer | None,
+        options: ServerOptions,
     ) -> None:
-        self.rank, self.closed = requests.rank, False
-        self._owners, self._requests, self._replies = owners, requests, replies
-        self._server, self._limit = server, limit
+        self._limit = timedelta(seconds=options.timeout + GRACE_SECONDS)
+        self._requests, self._replies = (
+            Words(dist.new_group(backend="gloo", timeout=self._limit)) for _ in range(2)
+        )
+        operations = None if options.replay is None else len(options.replay)
+        text = f"{replace(options, replay=None)} of owners {owners}, {operations=}"
+        try:
+            compare_calls(self._requests.group, text, 0, torch.device("cpu"))
+        except ParameterError:
+            self._requests.destroy()
+            self._replies.destroy()
+            raise
+        self.rank, self.closed, self._owners = self._requests.rank, False, owners
+        self.server: Server | None = None
+        if self.rank in owners:
+            place, both = owners.index(self.rank), (self._requests, self._replies)
+            self.server = Server(place, len(owners), *both, keys, make, options)
+            self.server.start()
         self._posted: list[tuple[int, dist.Work]] = []
         self._lock, self._broken = threading.RLock(), ""
-        self._box: queue.SimpleQueue[tuple[Sequence[int], list[torch.Tensor]]] = queue.SimpleQueue()
+        self._box: queue.SimpleQueue[Part] = queue.SimpleQueue()
 
     @property
     def places(self) -> range:
@@ -129,21 +108,19 @@ class Client:
         The part of place 0, which gives the turn, travels with the question.
         """
         words, tensors = parts.get(0, ((), ()))
-        places = [len(parts), *parts]
-        self.send(0, Message.TURN, [kind, len(keys), *keys, *places, *words], tensors)
+        self.send(0, Kind.TURN, [kind, keys, [*parts], words], tensors)
         positions = self.answer(0)
         for (place, (words, tensors)), position in zip(parts.items(), positions, strict=True):
             if place:
-                self.send(place, Message[kind.name], [position, *words], tensors)
+                self.send(place, kind, [position, *words], tensors)
 
     def meet(self, text: str) -> list[int]:
         """Return when every rank has said the same text; for "close", return the order."""
-        note = text_tensor(text)
-        self.send(0, Message.MEET, [len(note)], [note])
+        self.send(0, Kind.MEET, [text])
         return self.answer(0)
 
     def send(
-        self, place: int, kind: Message, words: Sequence[int], tensors: Sequence[torch.Tensor] = ()
+        self, place: int, kind: Kind, words: Sequence[Any], tensors: Sequence[torch.Tensor] = ()
     ) -> None:
         """Send a request to the owner at a place, which has it once it answers.
 
@@ -151,9 +128,9 @@ class Client:
         """
         rank = self._owners[place]
         if rank == self.rank:
-            assert self._server is not None
+            assert self.server is not None
             own = [tensor.clone() for tensor in tensors]
-            self._server.submit(Request(rank, kind, words, own, self._put_answer))
+            self.server.submit(Request(rank, kind, words, own, self._put_answer))
             return
         try:
             posted = self._requests.post(rank, [kind, *words], tensors)
@@ -170,7 +147,7 @@ class Client:
             except RuntimeError as error:
                 raise self._lost(rank, error) from error
 
-    def _put_answer(self, words: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+    def _put_answer(self, words: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
         """Pass an answer of this rank's own server on, in memory that the server does not change."""
         self._box.put((words, [tensor.clone() for tensor in tensors]))
 
@@ -187,28 +164,22 @@ class Client:
         if errors:
             raise errors[0]
 
-    def answer(self, place: int, into: Sequence[torch.Tensor] = ()) -> list[int]:
-        """Receive the answer of the owner at a place: its tensors in ``into``, and its numbers."""
+    def answer(self, place: int, into: Sequence[torch.Tensor] = ()) -> list[Any]:
+        """Receive the answer of the owner at a place: its tensors in ``into``, and its words."""
         rank = self._owners[place]
-        own: list[torch.Tensor] = []
         try:
             if rank == self.rank:
                 words, own = self._box.get(timeout=self._limit.total_seconds())
+                for tensor, value in zip(into, own, strict=False):  # an error has none
+                    tensor.copy_(value)
             else:
-                words = self._replies.receive(rank, self._limit)
-            code, *rest = words
-            if code:
-                into = [torch.empty(rest[0], dtype=torch.uint8)]
-            for i, tensor in enumerate(into):
-                if rank == self.rank:
-                    tensor.copy_(own[i])
-                else:
-                    self._replies.receive_into(tensor, rank, self._limit)
+                words, _ = self._replies.receive(rank, self._limit, into)
         except (RuntimeError, ValueError, queue.Empty) as error:
             raise self._lost(rank, error) from error
-        if code:
-            raise ERRORS[code - 1](text_of(into[0]))
-        return rest
+        kind, *rest = words
+        if kind:
+            raise ERRORS[kind](*rest)
+        return list(rest)
 
     def _lost(self, rank: int, error: Exception) -> SparkdlError:
         late = isinstance(error, queue.Empty) or "Timed out" in str(error)
@@ -221,7 +192,7 @@ class Client:
         """Tell the other owners that nothing more comes."""
         for place in self.places:
             if self._owners[place] != self.rank:
-                self.send(place, Message.BYE, [])
+                self.send(place, Kind.BYE, [])
         self._settle()
 
     def disconnect(self) -> None:
@@ -232,8 +203,8 @@ class Client:
     def end(self) -> None:
         """End the server of this rank, and give up the process groups."""
         self.closed = True
-        if self._server is not None:
-            self._server.stop()
+        if self.server is not None:
+            self.server.stop()
         self._requests.destroy()
         self._replies.destroy()
 
@@ -324,17 +295,16 @@ def optimizer_problems(make: Any, places: int) -> list[str]:
 
 def sparse_problems(make: MakeOptimizer | None, spec: KeySpec) -> list[str]:
     """Return the problem of an optimizer that takes no sparse gradients."""
-    if make is None:
-        return []
     value = torch.zeros(2, *spec.row_shape, dtype=spec.dtype)
-    try:
-        _step(make, value, _sparse(torch.ones_like(value)))
-    except Exception as error:
-        return [
+    error = _error_of_step(make, value, _sparse(torch.ones_like(value)))
+    return (
+        []
+        if error is None
+        else [
             f"push_rows: the optimizer takes no gradient of some rows ({first_line(error)}). Use "
             "torch.optim.SGD, Adagrad or SparseAdam, or push the whole gradient."
         ]
-    return []
+    )
 
 
 def _tried(make: MakeOptimizer, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -354,6 +324,18 @@ def _step(make: MakeOptimizer, value: torch.Tensor, gradient: torch.Tensor) -> t
         value.grad = gradient.clone()
         made.step()
     return value
+
+
+def _error_of_step(
+    make: MakeOptimizer | None, value: torch.Tensor, gradient: torch.Tensor
+) -> Exception | None:
+    """Return why an optimizer cannot make a step, or None."""
+    try:
+        if make is not None:
+            _step(make, value, gradient)
+    except Exception as error:
+        return error
+    return None
 
 
 def _sparse(gradient: torch.Tensor) -> torch.Tensor:
@@ -398,18 +380,10 @@ def new_key_problems(
             kind = f"The value of {name!r} is {dtype_name(value.dtype)}"
             if means:
                 problems.append(f"{kind}, and a mean needs floating-point: use average=False.")
-            if make is not None and not _takes(make, value.dtype):
+            one = torch.ones(1, dtype=value.dtype)
+            if _error_of_step(make, one, one) is not None:
                 problems.append(f"{kind}, which the optimizer cannot update: use optimizer=None.")
     return problems
-
-
-def _takes(make: MakeOptimizer, dtype: torch.dtype) -> bool:
-    """Return whether an optimizer can make a step on a tensor of this dtype."""
-    try:
-        _step(make, torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype))
-    except Exception:
-        return False
-    return True
 
 
 def gradient_problems(specs: Sequence[KeySpec], values: Sequence[Any]) -> list[str]:

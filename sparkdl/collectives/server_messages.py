@@ -9,7 +9,7 @@ is a list of ranks: the n-th number is the rank whose next operation is the n-th
 client asks for depends only on what it has pulled before, this list says everything: whoever gives
 turns by it gets the same bits again.
 
-Messages of whole numbers and tensors between ranks, through one process group of Gloo.
+Messages of words and tensors between ranks, through one process group of Gloo.
 
 A receive of Gloo ends if its peer is gone, and otherwise only by a time limit, which closes the
 connections of the whole group. So whoever waits for requests waits without a limit, and
@@ -19,30 +19,47 @@ connections of the whole group. So whoever waits for requests waits without a li
 from __future__ import annotations
 
 import contextlib
+import json
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sparkdl import errors
-from sparkdl.collectives.key_range import WHOLE, KeySpec
-from sparkdl.errors import ParameterError, SparkdlError
+from sparkdl.collectives.communicator import dtype_name
+from sparkdl.errors import (
+    CheckpointError,
+    ParameterError,
+    SparkdlError,
+    StalledError,
+    StateLostError,
+    TrainingError,
+)
 
 
 class Kind(IntEnum):
-    """The kinds of operations that have a turn."""
+    """The kinds of requests. The comments show the words and tensors that follow.
 
-    PUSH = 0
-    PULL = 1
-    FINISH = 2
-    OPTIMIZER = 3
-    SAVE = 4
-    LOAD = 5
+    Those from PUSH to LOAD have a turn, and begin with their position at the owner.
+    """
+
+    TURN = (
+        0  # kind, keys, places, words for place 0; tensors for place 0 -> a position for each place
+    )
+    MEET = 1  # text -> once every rank has said the same
+    INIT = 2  # key; values
+    PUSH = 3  # (key, by rows) of each; ([rows], values)
+    PULL = 4  # (key, by rows) of each; [rows] -> values
+    FINISH = 5  # the client pushes no more
+    OPTIMIZER = 6  # use the next optimizer
+    SAVE = 7  # the path of a file
+    LOAD = 8  # have the ranges that were read
+    BYE = 9  # the last message of a client
 
 
 @dataclass(frozen=True)
@@ -140,27 +157,11 @@ class OperationOrder:
                 self._clocks.setdefault(key, [0] * self._clients)[operation.client] += 1
 
 
-ERRORS: tuple[type[SparkdlError], ...] = (
-    *(errors.ParameterError, errors.StalledError, errors.StateLostError),
-    *(errors.TrainingError, errors.CheckpointError),
-)
-"""The errors that an answer can carry: its first number is 0, or 1 + the error's place here."""
-
-
-class Message(IntEnum):
-    """The kinds of requests. The comments show the numbers and tensors that follow."""
-
-    TURN = 0  # kind, number of keys, keys, number of places, places -> a position for each place
-    # if place 0 is one of them, also what the operation says to it, without a position
-    MEET = 1  # length of the text; text -> once every rank has said the same
-    INIT = 2  # key; values
-    PUSH = 3  # position, (key, number of rows or WHOLE) of each; ([rows], values)
-    PULL = 4  # position, (key, number of rows or WHOLE) of each; [rows] -> values
-    FINISH = 5  # position: the client pushes no more
-    OPTIMIZER = 6  # position: use the next optimizer
-    BYE = 7  # the last message of a client
-    SAVE = 8  # position, length of the text; the path of a file
-    LOAD = 9  # position: have the ranges that were read
+ERRORS: dict[str, type[SparkdlError]] = {
+    kind.__name__: kind
+    for kind in (ParameterError, StalledError, StateLostError, TrainingError, CheckpointError)
+}
+"""The errors that an answer can carry: its first word is a name of these, or empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,54 +180,15 @@ class Request:
     """A request of a client."""
 
     client: int
-    kind: Message
-    words: Sequence[int]
-    tensors: list[torch.Tensor]
-    answer: Callable[[Sequence[int], Sequence[torch.Tensor]], None]
+    kind: Kind
+    words: Sequence[Any]
+    tensors: Sequence[torch.Tensor]
+    answer: Callable[[Sequence[Any], Sequence[torch.Tensor]], None]
     until: float = field(default=0.0)  # time.monotonic() until which it may wait
 
 
-def message_of(words: Sequence[int]) -> Message:
-    """Return the message of the operation for which a turn is asked."""
-    return Message[Kind(words[0]).name]
-
-
-def places_of(words: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the places of the operation for which a turn is asked, and what it says to place 0."""
-    _, keys, *rest = words
-    count = rest[keys]
-    return rest[keys + 1 : keys + 1 + count], rest[keys + 1 + count :]
-
-
-def tensors_of(
-    kind: Message, words: Sequence[int], keys: Mapping[int, KeySpec], place: int
-) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
-    """Yield the shapes and dtypes of the tensors of a message."""
-    if kind == Message.TURN:
-        places, rest = places_of(words)
-        if 0 in places:
-            yield from tensors_of(message_of(words), [0, *rest], keys, place)
-    elif kind in (Message.MEET, Message.SAVE):
-        yield (words[-1],), torch.uint8
-    elif kind == Message.INIT:
-        yield keys[words[0]].range_shape(place), keys[words[0]].dtype
-    elif kind in (Message.PUSH, Message.PULL):
-        for key, rows in pairs(words[1:]):
-            spec = keys[key]
-            if rows != WHOLE:
-                yield (rows,), torch.int64
-            if kind == Message.PUSH:
-                whole = spec.range_shape(place)
-                yield whole if rows == WHOLE else (rows, *spec.row_shape), spec.dtype
-
-
-def pairs(words: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """Return the key and the number of rows of each gradient or value of an operation."""
-    return zip(words[::2], words[1::2], strict=True)
-
-
-HEADER = 24
-"""The number of whole numbers in the first part of a message."""
+HEAD = 192
+"""The number of bytes in the first part of a message."""
 NO_LIMIT = timedelta(days=365)
 TAG, UNUSED_TAG = 1, 2
 
@@ -237,53 +199,55 @@ class Words:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def send(
         self,
         to: int,
-        words: Sequence[int],
+        words: Sequence[Any],
         tensors: Sequence[torch.Tensor] = (),
         limit: timedelta = NO_LIMIT,
     ) -> None:
-        """Send numbers, then tensors, whose shapes the receiver knows or learns from the numbers."""
+        """Send words, which are values of JSON, and tensors."""
         for work in self.post(to, words, tensors):
             work.wait(limit)
 
     def post(
-        self, to: int, words: Sequence[int], tensors: Sequence[torch.Tensor] = ()
+        self, to: int, words: Sequence[Any], tensors: Sequence[torch.Tensor] = ()
     ) -> list[dist.Work]:
         """Begin to send a message, and return what to wait for before its tensors may change."""
-        head = torch.zeros(HEADER, dtype=torch.int64)
-        every = torch.tensor([len(words), *words], dtype=torch.int64)
-        head[: min(len(every), HEADER)] = every[:HEADER]
-        parts = [head] if len(every) <= HEADER else [head, every[HEADER:]]
-        parts += [tensor.contiguous().view(-1) for tensor in tensors if tensor.numel()]
-        sent = [dist.isend(part, group=self._group, group_dst=to, tag=TAG) for part in parts]
+        shapes = [(dtype_name(tensor.dtype), *tensor.shape) for tensor in tensors]
+        text = json.dumps((words, shapes)).encode()
+        data = bytearray(len(text).to_bytes(8, "little") + text.ljust(HEAD - 8))
+        head = torch.frombuffer(data, dtype=torch.uint8)
+        parts = [head[:HEAD], head[HEAD:], *(tensor.contiguous().view(-1) for tensor in tensors)]
+        sent = [
+            dist.isend(part, group=self.group, group_dst=to, tag=TAG)
+            for part in parts
+            if part.numel()
+        ]
         return [work for work in sent if work is not None]
 
-    def receive(self, source: int, limit: timedelta = NO_LIMIT) -> list[int]:
-        """Receive the numbers of a message."""
-        head = torch.empty(HEADER, dtype=torch.int64)
-        self.receive_into(head, source, limit)
-        count, *found = head.tolist()
-        if count < HEADER:
-            return list(found[:count])
-        rest = torch.empty(count + 1 - HEADER, dtype=torch.int64)
-        self.receive_into(rest, source, limit)
-        return [*found, *rest.tolist()]
+    def receive(
+        self, source: int, limit: timedelta = NO_LIMIT, into: Sequence[torch.Tensor] = ()
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        """Receive the words and tensors of a message, which lie in ``into`` unless it has none."""
 
-    def receive_into(
-        self, tensor: torch.Tensor, source: int, limit: timedelta = NO_LIMIT
-    ) -> torch.Tensor:
-        """Receive one contiguous tensor of a message, and return it."""
-        if tensor.numel():
-            flat = tensor.view(-1)
-            work = dist.irecv(flat, group=self._group, group_src=source, tag=TAG)
-            assert work is not None
-            work.wait(limit)
-        return tensor
+        def fill(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.numel():
+                flat = tensor.view(-1)
+                work = dist.irecv(flat, group=self.group, group_src=source, tag=TAG)
+                assert work is not None
+                work.wait(limit)
+            return tensor
+
+        head = fill(torch.empty(HEAD, dtype=torch.uint8)).numpy().tobytes()
+        missing = max(0, 8 + int.from_bytes(head[:8], "little") - HEAD)
+        rest = fill(torch.empty(missing, dtype=torch.uint8)).numpy().tobytes()
+        words, shapes = json.loads(head[8:] + rest)
+        places = into or [torch.empty(s, dtype=getattr(torch, name)) for name, *s in shapes]
+        return words, [fill(place) for place, _ in zip(places, shapes, strict=False)]
 
     def disconnect(self) -> None:
         """Close the connections to all peers, which ends every wait here and there with an error."""
@@ -291,21 +255,11 @@ class Words:
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError, ValueError):
                     unused = torch.empty(1)
-                    work = dist.irecv(unused, group=self._group, group_src=peer, tag=UNUSED_TAG)
+                    work = dist.irecv(unused, group=self.group, group_src=peer, tag=UNUSED_TAG)
                     if work is not None:
                         work.wait(timedelta(milliseconds=1))
 
     def destroy(self) -> None:
         """Give up the process group; nothing may wait any more."""
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-            dist.destroy_process_group(self._group)
-
-
-def text_tensor(text: str) -> torch.Tensor:
-    """Return a text as a tensor of bytes."""
-    return torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-
-
-def text_of(tensor: torch.Tensor) -> str:
-    """Return the text of :func:`text_tensor`."""
-    return bytes(tensor.tolist()).decode()
+            dist.destroy_process_group(self.group)

@@ -14,18 +14,29 @@ from pyspark import RDD, TaskContext, cloudpickle
 from pyspark.sql import DataFrame
 
 from sparkdl.data.arrow_tasks import select_columns
-from sparkdl.data.columns.base import Specs
-from sparkdl.data.fields import Field
+from sparkdl.data.columns.base import masked_of
 from sparkdl.data.ragged import dense
-from sparkdl.data.records import Names
 from sparkdl.data.row_errors import FIRST
-from sparkdl.data.schema import columns_of
-from sparkdl.errors import DataError, TrainingError, UserError, counted, pickling
-from sparkdl.infer.forward import ShippedModule, device_of, run_batches
-from sparkdl.infer.read import ReadColumns, Reader, ReadRecords, record_specs
+from sparkdl.errors import (
+    DataError,
+    ParameterError,
+    TrainingError,
+    UserError,
+    counted,
+    pickling,
+    raise_all,
+    shown,
+    wrong_data,
+)
+from sparkdl.infer.forward import ShippedModule, device_of, run_batches, sender_to
+from sparkdl.infer.manifest import ModelData
+from sparkdl.infer.read import ReadColumns, Reader
+from sparkdl.infer.score import source_of, whole_batch
 from sparkdl.metrics.base import Metric
-from sparkdl.metrics.scorer import Scorer, States
-from sparkdl.model.recipe import BY_POSITION, Signature
+from sparkdl.metrics.named import Metrics, resolve, suited
+from sparkdl.metrics.scorer import MetricOf, Scorer, States
+from sparkdl.model.loss import check_averages, is_own_loss
+from sparkdl.model.recipe import Part, Signature, problems_of_part
 from sparkdl.replica.compute import to_tensors
 from sparkdl.spark.failures import reading_explained
 from sparkdl.spark.worker import finish_task
@@ -44,39 +55,37 @@ def check_metrics(metrics: Iterable[Metric]) -> None:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """The work on each partition: run the module, then the scorer on its output."""
+class EvaluatePartition:
+    """The task: run the module, then the scorer on its output; yield the partition and its states."""
 
     module: ShippedModule
     scorer: Scorer
+    reader: Reader
     num_features: int  # the first columns; labels follow
     batch_size: int
-    signature: Signature = BY_POSITION
-    skips: bool = False  # rows that cannot be read are left out
+    signature: Signature
+    skips: bool  # rows that cannot be read are left out
 
-    def update(self, states: States, arrays: Sequence[Any]) -> States:
-        """Return ``states`` with some more rows, which come as one array per column, features first."""
-        module = self.module.load()
-        device = device_of(module)
-        scorer = self.scorer.on(device)
-        inputs, labels = arrays[: self.num_features], arrays[self.num_features :]
-        own, signature = (self.scorer.loss, labels), self.signature
-        returned = run_batches(module, inputs, self.batch_size, signature=signature, own=own)
-        for output, rows in returned:
-            targets = to_tensors(dense([label[rows] for label in labels]), device)
-            count = len(inputs[0][rows])
-            states = scorer.update(states, output, targets, samples=count)
-        return states
+    def __call__(self, items: Iterable[Any]) -> Iterator[Any]:
+        context = TaskContext.get()
+        assert context is not None
+        partition = context.partitionId()
+        if isinstance(self.reader, ReadColumns):
+            packed = self._packed(batch.columns for batch in items)
+            yield pa.RecordBatch.from_pydict({"partition": [partition], "states": [packed]})
+        else:
+            yield partition, self._packed(items)
+        finish_task()
 
-    def packed(self, windows: Iterable[Any]) -> bytes:
-        """Return the pickled states of a partition, given its rows, and why some were left out.
+    def _packed(self, rows: Iterable[Any]) -> bytes:
+        """Return the pickled states of a partition, and why some of its rows were left out.
 
         A :class:`UserError` is returned pickled, for the driver to raise; Spark would retry a failed
         task. Raises :class:`TrainingError` for any other failure of the module or the scorer.
         """
         states, reasons = self.scorer.start(), Counter[str]()
         try:
-            for window in windows:
+            for window in self.reader.windows(rows, self.skips):
                 for text in window.problems.values():
                     told = text in reasons or len(reasons) < MOST_REASONS
                     reasons[text if told else OTHERS] += 1
@@ -88,73 +97,97 @@ class Evaluation:
         return bytes(cloudpickle.dumps((states, reasons)))
 
     def _updated(self, states: States, arrays: Sequence[Any]) -> States:
-        """Return :meth:`update`; any error but a UserError becomes a TrainingError."""
+        """Return ``states`` with some more rows, which come as one array per column, features first."""
         try:
-            return self.update(states, arrays)
+            module = self.module.load()
+            device = device_of(module)
+            scorer = self.scorer.on(device)
+            inputs, labels = arrays[: self.num_features], arrays[self.num_features :]
+            own, signature = (self.scorer.loss, labels), self.signature
+            returned = run_batches(module, inputs, self.batch_size, signature=signature, own=own)
+            for output, rows in returned:
+                targets = to_tensors(dense([label[rows] for label in labels]), device)
+                count = len(inputs[0][rows])
+                states = scorer.update(states, output, targets, samples=count)
+            return states
         except UserError:
             raise
         except Exception as error:
             raise TrainingError(f"{type(error).__name__}: {error}") from error
 
 
-@dataclass(frozen=True)
-class EvaluatePartition:
-    """The task: the number of a partition, and its pickled states."""
-
-    evaluation: Evaluation
-    reader: Reader
-
-    def __call__(self, items: Iterable[Any]) -> Iterator[Any]:
-        context = TaskContext.get()
-        assert context is not None
-        partition, by_row = context.partitionId(), isinstance(self.reader, ReadRecords)
-        rows = items if by_row else (batch.columns for batch in items)
-        packed = self.evaluation.packed(self.reader.windows(rows, self.evaluation.skips))
-        if by_row:
-            yield partition, packed
-        else:
-            arrays = [pa.array([partition], pa.int32()), pa.array([packed], pa.binary())]
-            yield pa.RecordBatch.from_arrays(arrays, names=["partition", "states"])
-        finish_task()
-
-
 def evaluate(
+    trained: ModelData,
     data: DataFrame | RDD,
-    evaluation: Evaluation,
-    names: Names,
-    float_dtype: str,
-    specs: Specs,
-    fields: Sequence[Field],
+    metrics: Metrics,
+    batch_size: int,
+    output: Part,
+    handle_invalid: str,
 ) -> dict[str, Any]:
     """Return the mean loss and the metrics over ``data``, merged in the order of its partitions."""
-    size = evaluation.batch_size
-    reader: Reader
-    with reading_explained("evaluating the model"):
-        if isinstance(data, DataFrame):
-            inputs, labels = columns_of(
-                data.schema, names.features, names.label, float_dtype, specs, fields
+    if not isinstance(data, (DataFrame, RDD)):
+        raise wrong_data("evaluate", data, "a DataFrame or an RDD")
+    raise_all(ParameterError, problems_of_part(output))
+    if handle_invalid not in ("error", "skip"):
+        raise ParameterError(f"handle_invalid={shown(handle_invalid)}: use one of error, skip.")
+    resolved = suited(resolve(metrics), trained.loss, trained.judging)
+    if trained.loss is None and not resolved:
+        raise ParameterError(
+            "there is nothing to evaluate: a loaded model, and one of with_module, has no loss. "
+            "Name metrics, or load it with sparkdl.load(path, loss=...)."
+        )
+    if trained.loss is not None:
+        check_averages(trained.loss, "batches")
+    if len(trained.label) != 1 and not all(isinstance(one, MetricOf) for one in resolved):
+        raise ParameterError(
+            f"metrics need one label; the model has {len(trained.label)}. "
+            "sparkdl.MetricOf(metric, label=..., output=...) is of one of them."
+        )
+    check_metrics(resolved)
+    size, inputs = whole_batch(batch_size), source_of(trained).inputs
+    assert inputs is not None
+    usual = trained.signature.part
+    part = usual if output is None else output
+    known = trained.output if part == usual else None
+    scorer = Scorer(
+        trained.loss,
+        resolved,
+        known.dimensions if known else None,
+        part=part,
+        loss_part=None if is_own_loss(trained.loss) else usual,
+        labels=trained.label,
+        masked=masked_of(trained.columns),
+    )
+    before, sender = ShippedModule.before(trained.module), sender_to(data)
+    module = ShippedModule.of(trained.module, sender, trained.model, trained.seed, keep=False)
+    try:
+        with reading_explained("evaluating the model"):
+            reader, skips = inputs.reader(data, size, trained), handle_invalid == "skip"
+            count, signature = trained.num_features, inputs.signature
+            task = accompanied(
+                EvaluatePartition(module, scorer, reader, count, size, signature, skips)
             )
-            columns = (*inputs, *labels)
-            chosen = select_columns(data, columns)
-            reader = ReadColumns.of(columns, size)
-            task = accompanied(EvaluatePartition(evaluation, reader))
-            packed = chosen.mapInArrow(task, "partition int, states binary").collect()
-        else:
-            by_field = record_specs([f.name for f in fields], evaluation.num_features, specs)
-            reader = ReadRecords(
-                names, evaluation.num_features, float_dtype, size, by_field, fields
-            )
-            packed = data.mapPartitions(
-                accompanied(EvaluatePartition(evaluation, reader))
-            ).collect()
+            if isinstance(data, RDD):
+                packed = data.mapPartitions(task).collect()
+            else:
+                assert isinstance(reader, ReadColumns)
+                chosen = select_columns(data, reader.columns)
+                packed = chosen.mapInArrow(task, "partition long, states binary").collect()
+    finally:
+        if module is not before:
+            module.destroy()
+    return _merged(scorer, packed)
+
+
+def _merged(scorer: Scorer, packed: Iterable[Any]) -> dict[str, Any]:
+    """Return the values of what the partitions have yielded."""
     many, reasons = [], Counter[str]()
-    for _, part in sorted(map(tuple, packed)):
-        one = pickle.loads(part)
+    for _, states in sorted(map(tuple, packed)):
+        one = pickle.loads(states)
         if isinstance(one, UserError):
             raise one
         many.append(one[0])
         reasons += one[1]
-    scorer = evaluation.scorer
     merged = scorer.merge(many)
     each = ", ".join(f"{text.rstrip('.')} ({n:,})" for text, n in reasons.most_common(FIRST))
     told = f"{counted(reasons.total(), 'row')} cannot be read: {each}."

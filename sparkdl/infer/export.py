@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import inspect
 import io
 import itertools
 import logging
 import os
+import sys
 import tempfile
 import threading
 import warnings
@@ -23,8 +25,8 @@ from torch import nn
 from sparkdl.codec.files import path_here
 from sparkdl.data.ragged import model_inputs
 from sparkdl.errors import ModelError, ParameterError, first_line, in_short, shown
+from sparkdl.infer.forward import zeros_like
 from sparkdl.infer.manifest import ModelData
-from sparkdl.infer.trial import zeros_like
 from sparkdl.model.recipe import parts_of
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import to_tensors
@@ -87,7 +89,8 @@ def program_of(trained: ModelData, kind: str) -> torch.export.ExportedProgram:
                 strict=False,
             )
             trial.dims_of(program)
-            made = program.module(check_guards=False)
+            guarded = "check_guards" in inspect.signature(program.module).parameters  # torch 2.9
+            made = program.module(**({"check_guards": False} if guarded else {}))
             sizes = trial.sizes if kind == "onnx" else trial.sizes[:3]
             trial.compare(lambda inputs: call(made, names, inputs), sizes)
     except Exception as error:
@@ -122,16 +125,14 @@ class Trial:
     @staticmethod
     def of(trained: ModelData) -> Trial:
         """Find inputs that the module takes. Raises what the module raises."""
-        *tries, last = itertools.product(_LENGTHS, (1, 0))
+        names, tries = trained.signature.inputs, list(itertools.product(_LENGTHS, (1, 0)))
         for length, number in tries:
-            with contextlib.suppress(Exception):
-                call(
-                    trained.module, trained.signature.inputs, samples(trained, ROWS, length, number)
-                )
+            try:
+                call(trained.module, names, samples(trained, ROWS, length, number))
                 break
-        else:
-            length, number = last
-            call(trained.module, trained.signature.inputs, samples(trained, ROWS, length, number))
+            except Exception:
+                if (length, number) == tries[-1]:
+                    raise
         some, others = samples(trained, ROWS, length), samples(trained, ROWS + 1, length + 1)
         free = [
             [dim for dim in range(a.ndim) if a.shape[dim] != b.shape[dim]]
@@ -167,13 +168,11 @@ class Trial:
     @property
     def _columns(self) -> list[int]:
         """Return for each input the number of the column that it is of."""
-        columns: list[int] = []
-        for number, field in enumerate(self.trained.fields[: self.trained.num_features]):
-            rule = field.padding
-            more = rule.lengths + rule.mask + rule.types if rule is not None else 0
-            columns += [number] * (1 + more)
-        pairs = {one.place for one in self.trained.signature.sparse if one.form == "indices"}
-        return [it for place, it in enumerate(columns) for _ in range(1 + (place in pairs))]
+        return [
+            number
+            for number, field in enumerate(self.trained.fields[: self.trained.num_features])
+            for _ in (("",) if field.padding is None else field.padding.names(""))
+        ]
 
     def _check(self, relation: Any, names: Mapping[Any, str]) -> None:
         """Check a relation of sizes that the forward pass has relied on."""
@@ -301,7 +300,7 @@ def _against(relation: Any) -> list[int]:
     near = {
         a // b + more for a in (*numbers, sum(numbers)) for b in divisors for more in (-1, 0, 1)
     }
-    sizes = sorted({*_SIZES, *(one for one in near if one > 1)})
+    sizes = sorted({*_SIZES, *(one for one in near if 1 < one < sys.maxsize)})
     return [
         some[0]
         for some in itertools.product(sizes, repeat=len(symbols))

@@ -23,7 +23,7 @@ from sparkdl.infer.generation_engines import (
     TransformersEngine,
     VllmEngine,
 )
-from sparkdl.infer.outputs import Output, RowsColumn
+from sparkdl.infer.outputs import OutputColumn
 from sparkdl.infer.predict import FUNCTIONS, computed
 from sparkdl.infer.score import Inputs, ModelSource, Options, prepare
 from sparkdl.infer.source import library, longest, tokenizer_of
@@ -181,7 +181,7 @@ def generate(
     for column, part in zip(names, ("text", "finish_reason", "token_ids"), strict=True):
         if column is not None:
             kind = _KINDS[part] if sampling.num_return_sequences == 1 else pa.list_(_KINDS[part])
-            columns.append(RowsColumn(column, part, Output((), "float32"), kind=kind))
+            columns.append(OutputColumn(column, part, None, kind_of_rows=kind))
     ready = prepare(data, source, inputs, None, output_col, how, columns=columns)
     return computed(ready, data, path, partitions, overwrite)
 

@@ -68,22 +68,28 @@ def holds_manifest(names: Iterable[str]) -> bool:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class ModelData:
-    """The data of a :class:`sparkdl.TrainedModel`, which can be saved except for the loss."""
+class ModelDescription:
+    """The data of a model that its ``model.json`` holds as they are."""
 
-    module: nn.Module
-    model: Any  # the function that built the module, or the module that was passed
-    loss: Callable[..., Any] | None
     features: tuple[str, ...]
     label: tuple[str, ...]
     fields: tuple[Field, ...]  # of the training, features first, then labels
     num_features: int
     float_dtype: str
-    output: Output | None  # for one sample; None: it is not a single tensor
-    history: History
-    columns: Specs = field(default_factory=dict)
+    output: Output | None = None  # for one sample; None: it is not a single tensor
     seed: int = 0  # with which ``model`` is called
     judging: Judging = field(default_factory=Judging)  # how an accuracy reads output and label
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ModelData(ModelDescription):
+    """The data of a :class:`sparkdl.TrainedModel`, which can be saved except for the loss."""
+
+    module: nn.Module
+    model: Any  # the function that built the module, or the module that was passed
+    loss: Callable[..., Any] | None
+    history: History
+    columns: Specs = field(default_factory=dict)
     signature: Signature = BY_POSITION
 
     def __post_init__(self) -> None:
@@ -92,31 +98,20 @@ class ModelData:
             self.judging = Judging.of(self.loss)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelManifest:
+@dataclass(kw_only=True, eq=False, repr=False)
+class ModelManifest(ModelDescription):
     """The content of ``model.json`` except for the recipe and the columns."""
 
-    features: tuple[str, ...]
-    label: tuple[str, ...]
-    fields: tuple[Field, ...]  # features first, then labels
-    num_features: int
-    float_dtype: str
-    output: Output | None = None  # None: not a single tensor
     inputs: tuple[str, ...] = ()  # if the module takes them by keyword
     files: Mapping[str, str]  # checksums
-    seed: int = 0
-    judging: Judging = field(default_factory=Judging)  # how an accuracy reads output and label
 
     def check(self) -> None:
         """Raise ValueError for values that were never saved."""
-        dtypes = [self.float_dtype, *(field.dtype for field in self.fields)]
-        for dtype in [*dtypes, *([self.output.dtype] if self.output else [])]:
+        forms: list[Any] = [*self.fields, *([self.output] if self.output else [])]
+        for dtype in [self.float_dtype, *(form.dtype for form in forms)]:
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
                 raise ValueError(f"there is no dtype {dtype!r}")
-        shapes = [field.shape for field in self.fields] + (
-            [self.output.shape] if self.output else []
-        )
-        if any(not 0 <= length < 2**63 for shape in shapes for length in shape):
+        if any(not 0 <= length < 2**63 for form in forms for length in form.shape):
             raise ValueError("a shape has an impossible length")
         if self.seed < 0:
             raise ValueError(f"the seed is {self.seed}")

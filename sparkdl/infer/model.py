@@ -13,23 +13,18 @@ from pyspark.sql import DataFrame, functions
 from torch import nn
 
 from sparkdl.codec.describe import table, titled
-from sparkdl.data.columns.base import masked_of
 from sparkdl.data.fields import Field
-from sparkdl.data.records import Names
 from sparkdl.data.schema import quoted
-from sparkdl.errors import ParameterError, counted, raise_all, shown, wrong_data
-from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
+from sparkdl.errors import ParameterError, counted, raise_all, wrong_data
+from sparkdl.infer.evaluate import evaluate
 from sparkdl.infer.export import export
-from sparkdl.infer.forward import ShippedModule, sender_to
 from sparkdl.infer.manifest import ModelData
-from sparkdl.infer.new_forward import Around, fields_of, recipe_and_module, signature_of
+from sparkdl.infer.new_forward import Around, fields_of, names_of, recipe_and_module, signature_of
 from sparkdl.infer.outputs import Finish, ml_column
 from sparkdl.infer.saved import StoredState, read, save
-from sparkdl.infer.score import Options, prepare_trained, source_of, whole_batch
+from sparkdl.infer.score import Options, prepare_trained
 from sparkdl.loop.history_tables import timings_as_html
-from sparkdl.metrics.named import Metrics, resolve, suited
-from sparkdl.metrics.scorer import MetricOf, Scorer
-from sparkdl.model.loss import check_averages, is_own_loss
+from sparkdl.metrics.named import Metrics
 from sparkdl.model.recipe import Part, problems_of_part
 
 
@@ -184,56 +179,7 @@ class TrainedModel(ModelData):
             ModelError: The loss adds up instead of averaging, or the model fails.
             DataError: There is no row, or a row is bad.
         """
-        if not isinstance(data, (DataFrame, RDD)):
-            raise wrong_data("evaluate", data, "a DataFrame or an RDD")
-        raise_all(ParameterError, problems_of_part(output))
-        if handle_invalid not in ("error", "skip"):
-            raise ParameterError(f"handle_invalid={shown(handle_invalid)}: use one of error, skip.")
-        skips = handle_invalid == "skip"
-        resolved = suited(resolve(metrics), self.loss, self.judging)
-        if self.loss is None and not resolved:
-            raise ParameterError(
-                "there is nothing to evaluate: a loaded model, and one of with_module, has no loss. "
-                "Name metrics, or load it with sparkdl.load(path, loss=...)."
-            )
-        if self.loss is not None:
-            check_averages(self.loss, "batches")
-        if len(self.label) != 1 and not all(isinstance(one, MetricOf) for one in resolved):
-            raise ParameterError(
-                f"metrics need one label; the model has {len(self.label)}. "
-                "sparkdl.MetricOf(metric, label=..., output=...) is of one of them."
-            )
-        check_metrics(resolved)
-        size, source, before = (
-            whole_batch(batch_size),
-            source_of(self),
-            ShippedModule.before(self.module),
-        )
-        module = ShippedModule.of(self.module, sender_to(data), self.model, self.seed, keep=False)
-        part = self.signature.part if output is None else output
-        known = self.output if part == self.signature.part else None
-        scorer = Scorer(
-            self.loss,
-            resolved,
-            known.dimensions if known else None,
-            part=part,
-            loss_part=None if is_own_loss(self.loss) else self.signature.part,
-            labels=self.label,
-            masked=masked_of(self.columns),
-        )
-        try:
-            assert source.inputs is not None
-            return evaluate(
-                data,
-                Evaluation(module, scorer, self.num_features, size, source.inputs.signature, skips),
-                Names(self.features, self.label, inputs=source.inputs.keywords),
-                self.float_dtype,
-                self.columns,
-                self.fields,
-            )
-        finally:
-            if module is not before:
-                module.destroy()
+        return evaluate(self, data, metrics, batch_size, output, handle_invalid)
 
     def with_module(
         self,
@@ -259,7 +205,8 @@ class TrainedModel(ModelData):
         raise_all(ParameterError, problems_of_part(output))
         names, signature = self.features, replace(self.signature, part=output)
         if features is not None:
-            names, signature = signature_of(features, self.columns, output)
+            names, keywords = names_of(features)
+            signature = signature_of(names, keywords, self.columns, output)
         columns = (*self.features, *self.label)
         known = dict(zip(columns, self.fields, strict=False))
         return replace(

@@ -10,8 +10,9 @@ from torch import nn
 
 from sparkdl.data.columns.base import Specs, padding_of
 from sparkdl.data.fields import Field
-from sparkdl.errors import ModelError, ParameterError, kind_of, nearest
+from sparkdl.errors import ModelError, ParameterError, kind_of, nearest, shown
 from sparkdl.model.recipe import Part, Signature, SparseInput
+from sparkdl.plain import plain
 
 Around = nn.Module | Callable[[nn.Module], nn.Module]
 """A module, or a class or function that makes one of the trained module."""
@@ -41,25 +42,32 @@ def fields_of(names: Sequence[str], known: Mapping[str, Field]) -> tuple[Field, 
         for name in names
         if name not in known
     ]
-    if not names:
-        problems.append("name at least one column.")
     if problems:
         raise ParameterError(f"with_module(features=...): {' '.join(problems)}")
     return tuple(known[name] for name in names)
 
 
+def names_of(features: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the feature columns, and the keywords for them."""
+    found: Any = plain(features)
+    keywords: tuple[Any, ...] = ()
+    if isinstance(found, Mapping):
+        keywords, found = tuple(found), list(found.values())
+    names = (found,) if isinstance(found, str) else tuple(found or ())
+    if not names or not all(isinstance(name, str) for name in (*names, *keywords)):
+        raise ParameterError(
+            f"features={shown(features)}: give a column name, a list of names, or a mapping from "
+            "keywords of the model to names."
+        )
+    return names, keywords
+
+
 def signature_of(
-    features: str | Sequence[str] | Mapping[str, str], columns: Specs, output: Part
-) -> tuple[tuple[str, ...], Signature]:
-    """Return the feature columns and the way to call a model; mappings are keyword: column."""
-    if isinstance(features, str):
-        features = [features]
-    keywords: tuple[str, ...] = ()
-    names = tuple(features)
-    if isinstance(features, Mapping):
-        names = tuple(features.values())
-        keywords = input_names(tuple(features), names, columns)
-    return names, Signature(keywords, output, sparse_inputs(names, columns))
+    names: Sequence[str], keywords: Sequence[str], columns: Specs, output: Part = None
+) -> Signature:
+    """Return the way to call a model with feature columns, by keyword if there are some."""
+    inputs = input_names(keywords, names, columns) if keywords else ()
+    return Signature(inputs, output, sparse_inputs(names, columns))
 
 
 def sparse_inputs(features: Sequence[str], columns: Specs) -> tuple[SparseInput, ...]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import torch
 from pyspark.sql import Column
+from pyspark.sql.pandas.types import from_arrow_type
+from pyspark.sql.types import ArrayType, DataType
 
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.errors import ModelError, ParameterError, counted, kind_of, shown
@@ -25,19 +27,6 @@ from sparkdl.model.recipe import (
     with_tensors,
 )
 
-_SQL_OF_ARROW = {
-    "float": "float",
-    "halffloat": "float",
-    "double": "double",
-    "int64": "bigint",
-    "int32": "int",
-    "int16": "smallint",
-    "int8": "tinyint",
-    "uint8": "smallint",
-    "bool": "boolean",
-    "string": "string",
-    "binary": "binary",
-}
 _PYTHON: dict[type, pa.DataType] = {
     bool: pa.bool_(),
     int: pa.int64(),
@@ -67,19 +56,15 @@ def type_of(value: Any) -> pa.DataType:
     if value is None:
         return pa.null()
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
-        array = _array(value)
-        kind = pa.from_numpy_dtype(array.dtype)
-        for _ in range(array.ndim):
-            kind = pa.list_(kind)
-    elif (fields := fields_of(value)) is not None:
+        array = as_numpy(value) if isinstance(value, torch.Tensor) else np.asarray(value)
+        return to_arrow(array[None]).type
+    if (fields := fields_of(value)) is not None:
         return pa.struct([(name, type_of(part)) for name, part in fields.items()])
-    elif isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)):
         return pa.list_(common_type(map(type_of, value)))
-    else:
-        kind = _PYTHON.get(type(value))
-    if kind is None:
+    if type(value) not in _PYTHON:
         raise TypeError(f"a column cannot hold {kind_of(value)}")
-    return kind
+    return _PYTHON[type(value)]
 
 
 def common_type(kinds: Iterable[pa.DataType]) -> pa.DataType:
@@ -118,16 +103,12 @@ def is_known(kind: pa.DataType) -> bool:
     return not pa.types.is_null(kind)
 
 
-def sql_type(kind: pa.DataType) -> str:
-    """Return the type of a column in SQL. Raises TypeError if Spark has none."""
-    if pa.types.is_list(kind):
-        return f"array<{sql_type(kind.value_type)}>"
-    if pa.types.is_struct(kind):
-        fields = (f"`{f.name.replace('`', '``')}`:{sql_type(f.type)}" for f in kind)
-        return f"struct<{','.join(fields)}>"
-    if str(kind) not in _SQL_OF_ARROW:
-        raise TypeError(f"Spark has no column type for {kind}")
-    return _SQL_OF_ARROW[str(kind)]
+def sql_type(kind: pa.DataType) -> DataType:
+    """Return the type of a column in Spark. Raises TypeError if it has none."""
+    try:
+        return from_arrow_type(kind)
+    except TypeError:
+        raise TypeError(f"Spark has no column type for {kind}") from None
 
 
 def to_nested(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
@@ -156,39 +137,17 @@ def _lists(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
         if value is not None
     ):
         raise TypeError(f"a row has no list where others have {kind}")
-    rows = [_array(v) if isinstance(v, torch.Tensor) else v for v in values if v is not None]
+    rows = [as_numpy(v) if isinstance(v, torch.Tensor) else v for v in values if v is not None]
     counts = np.array([0 if value is None else len(value) for value in values], np.int64)
     ends = np.concatenate([[0], np.cumsum(counts)])
     offsets = pa.array(ends, pa.int32(), mask=np.array([v is None for v in values] + [False]))
     if rows and all(isinstance(row, np.ndarray) for row in rows):
         full = [row for row in rows if len(row)] or rows[:1]
         if len({row.shape[1:] for row in full}) == 1:
-            members = _dense(np.concatenate(full), kind.value_type)
+            members = to_arrow(np.concatenate(full)).cast(kind.value_type)
             return pa.ListArray.from_arrays(offsets, members)
     members = to_nested([member for row in rows for member in row], kind.value_type)
     return pa.ListArray.from_arrays(offsets, members)
-
-
-def _dense(array: np.ndarray, kind: pa.DataType) -> pa.Array:
-    """Return the first dimension of an array as Arrow values, the others as lists of one length."""
-    if not pa.types.is_list(kind):
-        if array.ndim != 1:
-            raise TypeError(f"a row has arrays where others have {kind}")
-        return pa.array(array).cast(kind)
-    if array.ndim < 2:
-        raise TypeError(f"a row has numbers where others have {kind}")
-    offsets = pa.array(np.arange(len(array) + 1) * array.shape[1], pa.int32())
-    members = _dense(array.reshape(-1, *array.shape[2:]), kind.value_type)
-    return pa.ListArray.from_arrays(offsets, members)
-
-
-def _array(value: Any) -> np.ndarray:
-    """Return a tensor or array as NumPy, of a dtype that a column can have."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        value = (value.float() if value.dtype in (torch.bfloat16, torch.float16) else value).numpy()
-    array = np.asarray(value)
-    return array.astype(np.int16) if array.dtype == np.uint8 else array
 
 
 def part_of_rows(rows: Sequence[Any], name: str) -> list[Any] | None:
@@ -197,10 +156,6 @@ def part_of_rows(rows: Sequence[Any], name: str) -> list[Any] | None:
     return [row.get(name) for row in found] if any(name in row for row in found) else None
 
 
-_SQL = {
-    **{"float32": "float", "float64": "double", "float16": "float", "bfloat16": "float"},
-    **{name: _SQL_OF_ARROW[name] for name in ("int64", "int32", "int16", "int8", "uint8", "bool")},
-}
 MAX_VALUES = 2**31 - 1
 """The most values that a column of lists can hold, since its offsets are int32."""
 Finish: TypeAlias = Callable[[Any], torch.Tensor] | None
@@ -225,32 +180,31 @@ class Output:
         return len(self.shape) + 1
 
     @property
-    def sql_type(self) -> str:
-        """The type of the prediction column: ``float``, ``array<float>``, ...
-
-        Raises :class:`sparkdl.ParameterError` for a dtype that no column can hold.
-        """
-        kind = _SQL.get(self.dtype)
-        if kind is None:
+    def kind(self) -> pa.DataType:
+        """The Arrow type of a prediction. Raises ParameterError for a dtype that no column can have."""
+        empty = torch.zeros(0, *self.shape, dtype=getattr(torch, self.dtype))
+        try:
+            return to_arrow(as_numpy(empty)).type
+        except (TypeError, pa.ArrowException):
             raise ParameterError(
                 f"Spark has no column type for {self.dtype}: convert the output with postprocess=, "
                 "for example to torch.float32."
-            )
-        for _ in self.shape:
-            kind = f"array<{kind}>"
-        return kind
+            ) from None
 
 
 @dataclass(frozen=True)
 class OutputColumn:
-    """A column of predictions."""
+    """A column of predictions: of tensors, or of values row by row, which differ in number or have
+    fields."""
 
     name: str
     part: Part
-    output: Output
+    output: Output | None  # of tensors
     by_element: bool = False  # the first dimension is the row's sequence: cut it to its length
     finish: Finish = None  # makes the predictions of the part, on the CPU
     dimensions: int | None = None  # of a batch's part, if ``finish`` gets it
+    kind_of_rows: pa.DataType | None = None  # of values row by row
+    bytes_of_row: int = 64
 
     @staticmethod
     def of(name: str, part: Part, value: Any, rows: int, finish: Finish = None) -> OutputColumn:
@@ -267,7 +221,7 @@ class OutputColumn:
                 ) from error
         by_row = finish is not None or callable(part) or isinstance(part, str) or are_records(value)
         if isinstance(value, list) and len(value) == rows and by_row:
-            return RowsColumn.of_rows(name, part, value, finish)
+            return OutputColumn._of_rows(name, part, value, finish)
         if not isinstance(value, torch.Tensor) or not value.ndim or len(value) != rows:
             number = counted(rows, "row")
             if finish is not None:
@@ -281,77 +235,17 @@ class OutputColumn:
                 f"of shape [{rows}, ...]. Name another part, {for_example(value)}."
             )
         column = OutputColumn(name, part, Output.of(value), False, finish, dimensions)
-        column.sql_type  # noqa: B018 - raises if there is none
+        column.type  # noqa: B018 - raises if there is none
         return column
 
-    @property
-    def sql_type(self) -> str:
-        """The type of the column."""
-        return self.output.sql_type
-
-    @property
-    def row_bytes(self) -> int:
-        """The approximate bytes of one prediction; a sequence counts 128 elements."""
-        shape = (128, *self.output.shape[1:]) if self.by_element else self.output.shape
-        return 4 * math.prod(shape)
-
-    def values(self, returned: Any, rows: int) -> Any:
-        """Return the predictions of a batch, given what the model returned for it."""
-        return as_numpy(in_rows(self._value(returned, rows), rows, self.output.dimensions))
-
-    def _value(self, returned: Any, rows: int) -> Any:
-        with torch.no_grad():
-            value = value_of(returned, self.part)
-            if self.finish is not None:  # it was tried on the CPU
-                value = with_tensors(in_rows(value, rows, self.dimensions), torch.Tensor.cpu)
-                value = self.finish(value)
-        return value
-
-    def pieces(self, values: Any) -> Iterator[Any]:
-        """Yield predictions in pieces that Arrow arrays can hold."""
-        return pieces(values)
-
-    def to_arrow(self, values: np.ndarray, sequences: Ragged | None) -> pa.Array:
-        """Return predictions, (rows, ...), as an Arrow array; ``sequences`` if lengths vary."""
-        if not self.by_element or sequences is None:
-            return to_arrow(values)
-        kept = sequences.present(values.shape[1])
-        ends = np.concatenate([[0], np.cumsum(kept.sum(1))])
-        return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), to_arrow(values[kept]))
-
-    def to_python(self, values: np.ndarray, sequences: Ragged | None) -> list[Any]:
-        """Return predictions, (rows, ...), as a number, text or array for each row."""
-        if self.by_element and sequences is not None:
-            pairs = zip(values, sequences.present(values.shape[1]), strict=True)
-            return [value[kept] for value, kept in pairs]
-        return [value if value.ndim else value.item() for value in values]
-
-    def nulls(self, rows: int) -> pa.Array:
-        """Return the column of so many rows without a prediction."""
-        shape = (0, *(1 for _ in self.output.shape))
-        dtype = self.output.dtype.replace("bfloat16", "float32").replace("float16", "float32")
-        return pa.nulls(rows, self.to_arrow(np.zeros(shape, dtype), None).type)
-
-
-class NoResults(ModelError):
-    """No row that a model was tried on has a result, so the type of a column is not known."""
-
-
-@dataclass(frozen=True)
-class RowsColumn(OutputColumn):
-    """A column whose values are given row by row, and differ in number, or have fields."""
-
-    kind: pa.DataType = field(default_factory=pa.null)
-    bytes_of_row: int = 64
-
     @staticmethod
-    def of_rows(name: str, part: Part, rows: list[Any], finish: Finish) -> RowsColumn:
+    def _of_rows(name: str, part: Part, rows: list[Any], finish: Finish) -> OutputColumn:
         """Return the column of such values, given those of a few rows."""
         try:
             kind = common_type(map(type_of, rows))
             if is_known(kind):
                 sql_type(kind)
-        except TypeError as error:
+        except (TypeError, pa.ArrowException) as error:
             raise ParameterError(
                 f'output "{name}": {error}. The value of a row may be a tensor, a number, a text, a '
                 "list of values of one type, or a mapping or dataclass of such."
@@ -362,19 +256,35 @@ class RowsColumn(OutputColumn):
                 "column is not known: pass example=, a DataFrame with rows that have some."
             )
         size = to_nested(rows, kind).nbytes // len(rows)
-        unknown = Output((), "float32")
-        return RowsColumn(name, part, unknown, False, finish, None, kind, max(64, size))
+        return OutputColumn(name, part, None, False, finish, None, kind, max(64, size))
 
     @property
-    def sql_type(self) -> str:
+    def kind(self) -> pa.DataType:
+        """The Arrow type of a prediction."""
+        return self.kind_of_rows if self.output is None else self.output.kind
+
+    @property
+    def type(self) -> DataType:
+        """The type of the column."""
         return sql_type(self.kind)
 
     @property
     def row_bytes(self) -> int:
-        return self.bytes_of_row
+        """The approximate bytes of one prediction; a sequence counts 128 elements."""
+        if self.output is None:
+            return self.bytes_of_row
+        shape = (128, *self.output.shape[1:]) if self.by_element else self.output.shape
+        return 4 * math.prod(shape)
 
-    def values(self, returned: Any, rows: int) -> pa.Array:
-        value = self._value(returned, rows)
+    def values(self, returned: Any, rows: int) -> np.ndarray | pa.Array:
+        """Return the predictions of a batch, given what the model returned for it."""
+        with torch.no_grad():
+            value = value_of(returned, self.part)
+            if self.finish is not None:  # it was tried on the CPU
+                value = with_tensors(in_rows(value, rows, self.dimensions), torch.Tensor.cpu)
+                value = self.finish(value)
+        if self.output is not None:
+            return as_numpy(in_rows(value, rows, self.output.dimensions))
         if not isinstance(value, list):
             raise ModelError(
                 f'output "{self.name}" is {described(value)}, and was a list with a value for each row '
@@ -384,21 +294,33 @@ class RowsColumn(OutputColumn):
             return to_nested(value, self.kind)
         except (TypeError, ValueError, pa.ArrowException) as error:
             raise ModelError(
-                f'output "{self.name}": a row has a value of another type than {self.sql_type}, which '
-                f"the model was tried with ({error}). Return values of one type."
+                f'output "{self.name}": a row has a value of another type than '
+                f"{self.type.simpleString()}, which the model was tried with ({error}). Return values "
+                "of one type."
             ) from error
 
-    def to_arrow(self, values: pa.Array, sequences: Ragged | None) -> pa.Array:
-        return values
+    def to_arrow(self, values: np.ndarray | pa.Array, sequences: Ragged | None) -> pa.Array:
+        """Return predictions as an Arrow array; ``sequences`` if lengths vary."""
+        if isinstance(values, pa.Array):
+            return values
+        if not self.by_element or sequences is None:
+            return to_arrow(values)
+        kept = sequences.present(values.shape[1])
+        ends = np.concatenate([[0], np.cumsum(kept.sum(1))])
+        return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), to_arrow(values[kept]))
 
-    def to_python(self, values: pa.Array, sequences: Ragged | None) -> list[Any]:
-        return list(values.to_pylist())
+    def to_python(self, values: np.ndarray | pa.Array, sequences: Ragged | None) -> list[Any]:
+        """Return predictions as a number, text, array or nested values for each row."""
+        if isinstance(values, pa.Array):
+            return list(values.to_pylist())
+        if self.by_element and sequences is not None:
+            pairs = zip(values, sequences.present(values.shape[1]), strict=True)
+            return [value[kept] for value, kept in pairs]
+        return [value if value.ndim else value.item() for value in values]
 
-    def nulls(self, rows: int) -> pa.Array:
-        return pa.nulls(rows, self.kind)
 
-    def pieces(self, values: pa.Array) -> Iterator[pa.Array]:
-        yield values
+class NoResults(ModelError):
+    """No row that a model was tried on has a result, so the type of a column is not known."""
 
 
 @dataclass(frozen=True)
@@ -505,12 +427,10 @@ def lengths_of(arrays: Sequence[Rows]) -> np.ndarray | None:
 
 def ml_column(column: Column, of: OutputColumn) -> Column:
     """Return a column of predictions as a double or as a vector of ``pyspark.ml``."""
-    from pyspark.ml.functions import array_to_vector  # takes a while
-
     output = of.output
-    if isinstance(of, RowsColumn):
+    if output is None:
         raise ParameterError(
-            f"ml_types=True: a prediction is {of.sql_type}, and pyspark.ml has numbers and "
+            f"ml_types=True: a prediction is {of.type.simpleString()}, and pyspark.ml has numbers and "
             "vectors only."
         )
     if len(output.shape) > 1:
@@ -518,16 +438,24 @@ def ml_column(column: Column, of: OutputColumn) -> Column:
             f"ml_types=True: a prediction has the shape {list(output.shape)}, and pyspark.ml has "
             "numbers and vectors only: make one of it with postprocess=."
         )
-    if not output.shape:
-        return column.cast("double")
-    return column[0].cast("double") if output.shape == (1,) else array_to_vector(column)
+    return as_numbers(column, of.type, output.shape == (1,))
+
+
+def as_numbers(output: Column, kind: DataType, one: bool) -> Column:
+    """Return a module's output as evaluators take it: one number as double, several as a vector."""
+    from pyspark.ml.functions import array_to_vector  # takes a while
+
+    if not isinstance(kind, ArrayType):
+        return output.cast("double")
+    if isinstance(kind.elementType, ArrayType):
+        return output
+    return output[0].cast("double") if one else array_to_vector(output.cast("array<double>"))
 
 
 def to_arrow(batch: np.ndarray) -> pa.Array:
     """Return a batch of shape (rows, ...) as an Arrow column of numbers or of nested lists."""
-    if batch.dtype == np.uint8:
-        batch = batch.astype(np.int16)
-    array: pa.Array = pa.array(np.ascontiguousarray(batch).reshape(-1))
+    other = {"uint8": np.int16, "float16": np.float32}.get(batch.dtype.name, batch.dtype)
+    array: pa.Array = pa.array(np.ascontiguousarray(batch, other).reshape(-1))
     for axis in range(batch.ndim - 1, 0, -1):
         lists, length = math.prod(batch.shape[:axis]), batch.shape[axis]
         array = pa.ListArray.from_arrays(offsets(lists, length), array)
@@ -539,8 +467,11 @@ def offsets(lists: int, length: int) -> pa.Array:
     return pa.array(np.arange(lists + 1) * length, pa.int32())
 
 
-def pieces(batch: np.ndarray) -> Iterator[np.ndarray]:
+def pieces(batch: np.ndarray | pa.Array) -> Iterator[np.ndarray | pa.Array]:
     """Yield the rows of a batch in pieces with no more values than int32 offsets can count."""
+    if isinstance(batch, pa.Array):
+        yield batch
+        return
     rows = max(1, MAX_VALUES // max(1, math.prod(batch.shape[1:])))
     for start in range(0, len(batch), rows):
         yield batch[start : start + rows]

@@ -15,16 +15,14 @@ from pyspark import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.data.columns.base import KINDS, Column, ColumnSpec, padding_of
+from sparkdl.data.columns.base import KINDS, Column, ColumnSpec
 from sparkdl.data.schema import check_specs
 from sparkdl.errors import ParameterError, nearest, raise_all, shown, wrong_data
-from sparkdl.infer.new_forward import sparse_inputs
+from sparkdl.infer.new_forward import names_of, signature_of
 from sparkdl.infer.outputs import named_parts
 from sparkdl.infer.score import Inference, Inputs, ModelSource, Options, prepare
 from sparkdl.infer.source import longest, read_model, tensors_of, tokenizer_of
 from sparkdl.infer.written import write_parts
-from sparkdl.model.recipe import Signature
-from sparkdl.plain import plain
 from sparkdl.usercode.content import content_digest
 
 TEXT = ("string", "char", "varchar")
@@ -172,41 +170,20 @@ def inputs_of(
     """Return the inputs of a model; ``text`` are further arguments of its :class:`sparkdl.Text`."""
     known = source.inputs
     if known is not None:
-        if features != "features" and _names(features)[0] != known.names:
+        if features != "features" and names_of(features)[0] != known.names:
             raise ParameterError(
                 f"features={shown(features)}: the model was trained here, and takes the columns "
                 f"{', '.join(known.names)}. Leave features= out, or pass trained.module."
             )
         return replace(known, specs={**known.specs, **(columns or {})})
-    names, keywords = _names(features)
+    names, keywords = names_of(features)
     specs = dict(columns or {})
     raise_all(ParameterError, list(check_specs(specs, names, ())))
     options = {"max_length": max_length, **(text or {})}
     keywords = _add_text(data, source, names, keywords, specs, tokenizer, options)
-    inputs: list[str] = []  # with the lengths and masks of sequences
-    for keyword, name in zip(keywords, names, strict=False):
-        padding = padding_of(specs, name)
-        inputs += [keyword] if padding is None else padding.names(keyword)
     floats = [t.dtype for t in tensors_of(source.module).values() if t.is_floating_point()]
     dtype = "float64" if floats and floats[0] == torch.float64 else "float32"
-    signature = Signature(tuple(inputs), sparse=sparse_inputs(names, specs))
-    return Inputs(names, specs, signature, dtype, (), keywords)
-
-
-def _names(features: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the feature columns, and the keywords for them."""
-    found: Any = plain(features)
-    keywords: tuple[Any, ...] = ()
-    if isinstance(found, Mapping):
-        keywords, found = tuple(found), list(found.values())
-    names = (found,) if isinstance(found, str) else tuple(found or ())
-    if not names or not all(isinstance(name, str) for name in (*names, *keywords)):
-        raise ParameterError(
-            f"features={shown(features)}: give a column name, a list of names, or a mapping "
-            "from keywords "
-            "of the model to names."
-        )
-    return names, keywords
+    return Inputs(names, specs, signature_of(names, keywords, specs), dtype, (), keywords)
 
 
 def _add_text(

@@ -350,17 +350,18 @@ def _listed(value: Any) -> Any:
 
 
 class _Called(nn.Module):
-    """The module as a function of tensors that returns tensors; ``returned`` becomes their nesting."""
+    """The module as a function of tensors that returns tensors; ``returned`` gets their nesting."""
 
     def __init__(self, trained: ModelData, returned: list[Any]) -> None:
         super().__init__()
         self.module = trained.module
-        self._names, self._returned = trained.signature.inputs, returned
+        # a method, since some versions of torch watch lists that a module has
+        self._names, self._note = trained.signature.inputs, returned.append
 
     def forward(self, *inputs: Any) -> Any:
         """Return the tensors in what the module returns."""
         leaves: list[Any] = []
-        self._returned[:] = [nesting(call(self.module, self._names, inputs), leaves)]
+        self._note(nesting(call(self.module, self._names, inputs), leaves))
         return tuple(leaves)
 
 
@@ -464,7 +465,7 @@ def _traced(trained: ModelData, trial: Trial) -> dict[str, Any]:
             for node in steps
         ],
         "returns": encode(
-            mapped(returned[0], Place, lambda place: results[place.number]),
+            mapped(returned[-1], Place, lambda place: results[place.number]),
             "what it returns",
             leaf=_leaf,
         ),

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -152,16 +152,12 @@ class ReadRecords:
 
     def windows(self, records: Iterable[Any], keep: bool) -> Iterator[Window]:
         """Yield the records window by window; ``keep`` sets bad ones apart instead of raising."""
-        seen = 0
+        rows, first_rows = iter(records), count(0, self.rows)
         names: list[str] = []  # of the fields of the first record
-
-        def read(records: Sequence[Any]) -> Window:
-            nonlocal seen
-            seen += len(records)
-            return self._window(records, seen - len(records), keep, names)
-
-        rows = iter(records)
-        return read_ahead(iter(lambda: tuple(islice(rows, self.rows)), ()), read)
+        return read_ahead(
+            iter(lambda: tuple(islice(rows, self.rows)), ()),
+            lambda some: self._window(some, next(first_rows), keep, names),
+        )
 
     def _window(
         self, records: Sequence[Any], first_row: int, keep: bool, names: list[str]

@@ -8,18 +8,25 @@ import importlib
 import inspect
 import pickle
 import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
-from sparkdl.codec.safe import decode, encode
+from sparkdl.codec.safe import decode, encode, to_plain
 from sparkdl.data.columns.base import NamedFunction, Specs, name_of, specs_from_json, specs_to_json
 from sparkdl.errors import ModelError, TrustError, kind_of
-from sparkdl.infer.manifest import FORMAT, MODEL, PICKLE, VERSION, ModelData, Saved
+from sparkdl.infer.manifest import (
+    FORMAT,
+    MODEL,
+    PICKLE,
+    VERSION,
+    ModelData,
+    ModelDescription,
+    Saved,
+)
 from sparkdl.infer.new_forward import build_around
 from sparkdl.infer.program import Program
 from sparkdl.model.preparation import plain
@@ -36,6 +43,10 @@ REMEDY = (
 
 _OF_SPARKDL = (build_around, Program, SquaredError, Windows)
 _OF_THE_EXAMPLE = "sparkdl.jobs.digits:convnet"
+
+
+Kinds = tuple[type, ...]
+"""Classes of which a folder may name a subclass without trust."""
 
 
 class WithoutName(ValueError):
@@ -114,7 +125,7 @@ def read_recipe(saved: Saved, trust: bool) -> Any:
     if recipe.get("kind") == "pickle":
         program = recipe.get("program")
         if not trust and isinstance(program, dict) and _is_named(program):
-            return _by_name(saved, program, trust)
+            return by_name(folder, program, trust)
         if not trust:
             raise TrustError(
                 f"{folder} holds its model as a pickle, which can run any code when opened. Pass "
@@ -135,13 +146,13 @@ def read_recipe(saved: Saved, trust: bool) -> Any:
         )
     if recipe.get("kind") != "name" or not _is_named(recipe):
         raise ModelError(f"{folder}/{MODEL} is damaged: it holds no recipe.")
-    return _by_name(saved, recipe, trust)
+    return by_name(folder, recipe, trust)
 
 
-def _by_name(saved: Saved, recipe: dict[str, Any], trust: bool) -> Any:
+def by_name(folder: Any, recipe: dict[str, Any], trust: bool, harmless: Kinds = ()) -> Any:
     """Return the function that a recipe names. Raises the errors of :func:`read_recipe`."""
-    build = _named(saved, recipe["name"], trust)
-    read = _reader(saved, trust)
+    build = named_object(folder, recipe["name"], trust, harmless)
+    read = functools.partial(_of_leaf, folder, trust, harmless)
     try:
         args = [decode(value, {}, read) for value in recipe["args"]]
         kwargs = {key: decode(value, {}, read) for key, value in recipe["kwargs"].items()}
@@ -155,47 +166,43 @@ def _by_name(saved: Saved, recipe: dict[str, Any], trust: bool) -> Any:
         ImportError,
         RecursionError,
     ) as error:
-        raise ModelError(
-            f"{saved.folder}/{MODEL} is damaged: the arguments of its recipe: {error}."
-        ) from error
-    return functools.partial(build, *args, **kwargs)
+        raise ModelError(f"{folder} is damaged: the arguments of its recipe: {error}.") from error
+    return functools.partial(build, *args, **kwargs) if args or kwargs else build
 
 
-def _named(saved: Saved, named: str, trust: bool) -> Any:
-    """Return the class or function with this name. Raises the errors of :func:`read_recipe`."""
+def named_object(folder: Any, name: str, trust: bool, harmless: Kinds = ()) -> Any:
+    """Return the class or function with this name; without trust, only one that builds a module or is
+    a subclass of ``harmless``. Raises the errors of :func:`read_recipe`."""
     try:
-        found = resolved(named)
+        found = resolved(name)
     except Exception as error:  # importing the module may raise anything
         raise ModelError(
-            f'{saved.folder} names the model "{named}", which cannot be imported ({error}). Put '
+            f'{folder} names the model "{name}", which cannot be imported ({error}). Put '
             "it on the Python path, or pass model=make_model."
         ) from None
-    if not trust and not is_module_builder(found):
+    known = isinstance(found, type) and issubclass(found, harmless)
+    if not trust and not known and not is_module_builder(found):
         raise TrustError(
-            f'{saved.folder} names "{named}", which is neither a module class nor a function of '
+            f'{folder} names "{name}", which is neither a module class nor a function of '
             'yours that is annotated "-> torch.nn.Module". Annotate it, pass model=make_model, or '
             "pass trust=True."
         )
     return found
 
 
-def _reader(saved: Saved, trust: bool) -> Callable[[Any], Any]:
-    """Return a function that decodes what :func:`_leaf` encoded."""
-
-    def read(content: Mapping[str, Any]) -> Any:
-        ((kind, text),) = content.items()
-        if kind == "recipe" and isinstance(text, dict) and _is_named(text):
-            return _by_name(saved, text, trust)
-        if kind == "name":
-            return _named(saved, text, trust)
-        if kind == "enum":
-            return member_of(text)
-        dtype = getattr(torch, text) if kind == "dtype" else None
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"there is no {kind} {text!r}")
-        return dtype
-
-    return read
+def _of_leaf(folder: Any, trust: bool, harmless: Kinds, content: Mapping[str, Any]) -> Any:
+    """Return the argument that :func:`_leaf` wrote."""
+    ((kind, text),) = content.items()
+    if kind == "recipe" and isinstance(text, dict) and _is_named(text):
+        return by_name(folder, text, trust, harmless)
+    if kind == "name":
+        return named_object(folder, text, trust, harmless)
+    if kind == "enum":
+        return member_of(text)
+    dtype = getattr(torch, text) if kind == "dtype" else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"there is no {kind} {text!r}")
+    return dtype
 
 
 def member_of(named: Sequence[str]) -> Enum:
@@ -250,15 +257,8 @@ def content_of(trained: ModelData, recipe: dict[str, Any]) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "recipe": recipe,
-        "seed": trained.seed,
+        **to_plain(trained, ModelDescription),
         "columns": specs_to_json(trained.columns),
-        "features": list(trained.features),
-        "label": list(trained.label),
-        "fields": [asdict(field) for field in trained.fields],
-        "num_features": trained.num_features,
-        "float_dtype": trained.float_dtype,
-        "output": asdict(trained.output) if trained.output else None,
-        "judging": asdict(trained.judging),
         "inputs": list(trained.signature.inputs),
         "part": {"function": name_of(part, "given as output=")} if callable(part) else part,
     }

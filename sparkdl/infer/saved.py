@@ -20,7 +20,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -43,6 +43,7 @@ from sparkdl.infer.manifest import (
     PICKLE,
     WEIGHTS,
     ModelData,
+    ModelDescription,
     ModelManifest,
     Saved,
     file_checksum,
@@ -246,9 +247,7 @@ def _described(saved: Saved, model: Builder, trust: bool) -> ModelData:
     columns = columns_of(saved, trust)
     sparse = sparse_inputs(saved.manifest.features, columns)
     signature = replace(signature_of(saved, trust), sparse=sparse)
-    rest = {
-        name: it for name, it in vars(saved.manifest).items() if name not in ("files", "inputs")
-    }
+    description = {one.name: getattr(saved.manifest, one.name) for one in fields(ModelDescription)}
     return ModelData(
         module=nn.Identity(),
         model=model if model is not None else read_recipe(saved, trust),
@@ -256,7 +255,7 @@ def _described(saved: Saved, model: Builder, trust: bool) -> ModelData:
         columns=columns,
         history=History(),
         signature=signature,
-        **rest,
+        **description,
     )
 
 

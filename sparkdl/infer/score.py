@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from pyspark import RDD
 from pyspark.sql import DataFrame, Row, functions
 from pyspark.sql.pandas.types import to_arrow_type
+from pyspark.sql.types import DataType, StringType, StructField, StructType
 from torch import nn
 
 from sparkdl.compat import arrow_udf
@@ -23,16 +25,20 @@ from sparkdl.data.records import Names
 from sparkdl.data.schema import columns_of, quoted
 from sparkdl.errors import DataError, ModelError, ParameterError, raise_all, shown
 from sparkdl.infer.forward import (
+    PRECISIONS,
     Forward,
     ShippedModule,
-    check_options,
+    Trial,
     device_of,
     for_convolutions,
+    made_up,
     quantized,
+    rows_to_try,
     sender_to,
+    zeros_like,
 )
 from sparkdl.infer.manifest import ModelData
-from sparkdl.infer.outputs import Finish, Output, OutputColumn, lengths_of, sequences_of
+from sparkdl.infer.outputs import Finish, Output, OutputColumn, lengths_of, pieces, sequences_of
 from sparkdl.infer.read import (
     ANOTHER_FORM,
     Group,
@@ -44,7 +50,6 @@ from sparkdl.infer.read import (
     form_of,
     record_specs,
 )
-from sparkdl.infer.trial import LOOKED_AT, Trial, made_up, rows_to_try, zeros_like
 from sparkdl.model.recipe import Part, Signature, problems_of_part
 from sparkdl.plain import is_whole, plain
 from sparkdl.spark.worker import finish_task, mistakes_told_briefly
@@ -56,7 +61,11 @@ LEAST_ROWS = 8
 WINDOW_BATCHES = 64
 WINDOW_BYTES = 256 << 20
 """The limits of a window: so many batches, and so many bytes of predictions."""
-HANDLING = ("error", "skip", "keep")
+_CHOICES: Mapping[str, Collection[Any]] = {
+    "precision": PRECISIONS,
+    "quantize": (None, "int8"),
+    "handle_invalid": ("error", "skip", "keep"),
+}
 HELD = "sparkdl_predictions"
 """The column that holds the predictions before each gets a column of its own."""
 
@@ -73,10 +82,14 @@ class Options:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "batch_size", whole_batch(self.batch_size))
-        check_options(self.precision, self.quantize)
-        if self.handle_invalid not in HANDLING:
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                names = ", ".join(map(str, choices))
+                raise ParameterError(f"{name}={shown(value)}: use one of {names}.")
+        if self.quantize and self.precision != "fp32":
             raise ParameterError(
-                f"handle_invalid={shown(self.handle_invalid)}: use one of {', '.join(HANDLING)}."
+                f"quantize={shown(self.quantize)} and precision={shown(self.precision)} exclude each "
+                "other: leave one of them out."
             )
 
 
@@ -99,25 +112,32 @@ class Inputs:
     fields: tuple[Field, ...] = ()  # of the training; (): it was not trained here
     keywords: tuple[str, ...] = ()
 
-    def reader(self, data: DataFrame | RDD, rows: int) -> Reader:
-        """Return how ``data`` is read, for batches of so many ``rows``. Raises DataError."""
+    def reader(self, data: DataFrame | RDD, rows: int, trained: ModelData | None = None) -> Reader:
+        """Return how ``data`` is read, for batches of so many ``rows``; with the labels of ``trained``.
+
+        Raises DataError.
+        """
+        label: tuple[str, ...] = ()
+        fields, count = self.fields, len(self.names)
+        if trained is not None:
+            label, fields, count = trained.label, trained.fields, trained.num_features
         if isinstance(data, RDD):
-            names = [field.name for field in self.fields] or self.names
-            specs = record_specs(names, len(names), self.specs)
-            records = Names(self.names, inputs=self.keywords)
-            return ReadRecords(records, len(self.names), self.float_dtype, rows, specs, self.fields)
-        columns, _ = columns_of(
-            data.schema, self.names, (), self.float_dtype, self.specs, self.fields
+            names = [field.name for field in fields] or self.names
+            specs = record_specs(names, len(names) if trained is None else count, self.specs)
+            records = Names(self.names, label, inputs=self.keywords)
+            return ReadRecords(records, count, self.float_dtype, rows, specs, fields)
+        columns, labels = columns_of(
+            data.schema, self.names, label, self.float_dtype, self.specs, fields
         )
         check_unambiguous(data, names_read(self.names, self.specs))
-        for column, trained in with_fields(columns, self.fields):
-            if column.spec is None and another_form(column.depth + column.vector, trained):
+        for column, field in with_fields(columns, fields):
+            if column.spec is None and another_form(column.depth + column.vector, field):
                 kind = data.schema[column.name].dataType.simpleString()
                 raise DataError(
                     f'feature column "{column.name}" is of type {kind}, and the model was trained on '
-                    f"{trained}. {ANOTHER_FORM}"
+                    f"{field}. {ANOTHER_FORM}"
                 )
-        return ReadColumns.of(columns, rows)
+        return ReadColumns.of((*columns, *labels), rows)
 
 
 @dataclass(frozen=True)
@@ -227,14 +247,13 @@ class ScoreColumns(Score):
     """The body of the Arrow UDF: feature columns in, predictions out."""
 
     @property
-    def sql_type(self) -> str:
+    def type(self) -> DataType:
         """The type of what is yielded: one column, or a struct of several."""
         if self.alone:
-            return self.outputs[0].sql_type
-        fields = [(column.name, column.sql_type) for column in self.outputs]
-        if self.error_col is not None:
-            fields.append((self.error_col, "string"))
-        return "struct<" + ",".join(f"`{n.replace('`', '``')}`:{t}" for n, t in fields) + ">"
+            return self.outputs[0].type
+        fields = [StructField(column.name, column.type) for column in self.outputs]
+        more = [] if self.error_col is None else [StructField(self.error_col, StringType())]
+        return StructType([*fields, *more])
 
     def __call__(self, batches: Iterator[tuple[pa.Array, ...] | pa.Array]) -> Iterator[pa.Array]:
         arrays = (
@@ -254,7 +273,7 @@ class ScoreColumns(Score):
     def _in_order(self, values: Sequence[np.ndarray]) -> Iterator[pa.Array]:
         if len(values) == 1:
             column = self.outputs[0]
-            yield from (column.to_arrow(part, None) for part in column.pieces(values[0]))
+            yield from (column.to_arrow(part, None) for part in pieces(values[0]))
         else:
             pairs = zip(self.outputs, values, strict=True)
             yield self._joined([column.to_arrow(part, None) for column, part in pairs], None)
@@ -266,7 +285,7 @@ class ScoreColumns(Score):
             sequences, pairs = sequences_of(batch.arrays), zip(self.outputs, values, strict=True)
             parts.append((batch.places, [column.to_arrow(v, sequences) for column, v in pairs]))
         if not parts:
-            return [column.nulls(window.count) for column in self.outputs]
+            return [pa.nulls(window.count, column.kind) for column in self.outputs]
         places = np.concatenate([places for places, _ in parts])
         positions = np.full(window.count, -1)
         positions[places] = np.arange(len(places))
@@ -326,7 +345,7 @@ class Inference:
     def udf(self, example: DataFrame) -> Any:
         """Return the work as a function of columns of the types that ``example`` has."""
         types = [example.schema[name].dataType for name in self._names()]
-        return arrow_udf(accompanied(self.task), types, self.task.sql_type)
+        return arrow_udf(accompanied(self.task), types, self.task.type)
 
     def _names(self) -> list[str]:
         """Return the columns of the DataFrame that are read."""
@@ -397,11 +416,8 @@ def prepare(
     keep = options.handle_invalid != "error"
     if columns is None:
         tried = data if example is None else example
-        found, unit_bytes = Trial(forward, parts, prediction_col, finish, known).run(
-            made,
-            rows_to_try(tried, reader, keep),
-            lambda: rows_to_try(tried, reader, keep, LOOKED_AT),
-        )
+        trial = Trial(forward, parts, prediction_col, finish, known)
+        found, unit_bytes = trial.run(made, partial(rows_to_try, tried, reader, keep))
     else:
         found, unit_bytes = tuple(columns), 0
     if exact or fixed:

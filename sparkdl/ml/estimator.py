@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from pyspark import keyword_only
 from pyspark.ml import Estimator
@@ -141,29 +141,12 @@ class TorchEstimator(Estimator[Any], TrainingParams, MLReadable["TorchEstimator"
         return self._set(**given)
 
 
-class _Group:
-    """Points of a grid that read the data alike, and their samples, once the first of them starts."""
+class _Placed(NamedTuple):
+    """Samples in place, for all points of a grid that read the data alike."""
 
-    def __init__(self, plan: FitPlan) -> None:
-        self.plan = plan
-        self.validation: DataFrame | None = None
-        self._lock = threading.Lock()
-        self._samples: SharedSamples | None = None
-
-    def samples(self, dataset: DataFrame) -> SharedSamples:
-        """Return the samples; other threads wait until they are in place."""
-        with self._lock:
-            if self._samples is None:
-                training, self.validation = self.plan.rows(dataset)
-                trainer = self.plan.trainer_with(self.validation)
-                self._samples = PlacedSamples.of(trainer, training)
-            return self._samples
-
-    def close(self) -> None:
-        """Give the samples back."""
-        with self._lock:
-            if self._samples is not None:
-                self._samples.close()
+    plan: FitPlan
+    validation: DataFrame | None
+    samples: SharedSamples
 
 
 class GridFits(Iterator[tuple[int, TorchModel]]):
@@ -175,19 +158,11 @@ class GridFits(Iterator[tuple[int, TorchModel]]):
     def __init__(self, points: Sequence[TorchEstimator], dataset: DataFrame) -> None:
         """Create the iterator. Nothing is read until the first ``next``."""
         self._points, self._dataset = points, dataset
-        self._lock = threading.Lock()
+        self._lock, self._placing = threading.Lock(), threading.Lock()
         self._next = self._running = 0
         self._plans = [point._plan() for point in points]
-        groups: list[_Group] = []
-        self._group_of = []
-        for plan in self._plans:
-            alike = [group for group in groups if group.plan.same_reading(plan)]
-            if not alike:
-                alike = [_Group(plan)]
-                groups += alike
-            self._group_of.append(alike[0])
-        self._groups = groups
-        self._dropped = weakref.finalize(self, _close_later, groups)
+        self._placed: list[_Placed] = []
+        self._dropped = weakref.finalize(self, _close_later, self._placed)
         self._dropped.atexit = False
 
     def __next__(self) -> tuple[int, TorchModel]:
@@ -198,10 +173,10 @@ class GridFits(Iterator[tuple[int, TorchModel]]):
             self._next += 1
             self._running += 1
         try:
-            point, plan, group = self._points[index], self._plans[index], self._group_of[index]
+            point, plan = self._points[index], self._plans[index]
             with plan.explaining_no_rows():
-                samples = group.samples(self._dataset)
-                trained = plan.trainer_with(group.validation).fit(samples)
+                placed = self._samples(plan)
+                trained = plan.trainer_with(placed.validation).fit(placed.samples)
             return index, point._fitted(trained, plan.label_names(self._dataset))
         finally:
             with self._lock:
@@ -209,14 +184,25 @@ class GridFits(Iterator[tuple[int, TorchModel]]):
                 ended = not self._running and self._next >= len(self._points)
             if ended:
                 self._dropped.detach()
-                _close(self._groups)
+                _close(self._placed)
+
+    def _samples(self, plan: FitPlan) -> _Placed:
+        """Return the samples of a plan; other threads wait until they are in place."""
+        with self._placing:
+            for placed in self._placed:
+                if placed.plan.same_reading(plan):
+                    return placed
+            training, validation = plan.rows(self._dataset)
+            samples = PlacedSamples.of(plan.trainer_with(validation), training)
+            self._placed.append(_Placed(plan, validation, samples))
+            return self._placed[-1]
 
 
-def _close(groups: Sequence[_Group]) -> None:
-    for group in groups:
-        group.close()
+def _close(placed: Sequence[_Placed]) -> None:
+    for one in placed:
+        one.samples.close()
 
 
-def _close_later(groups: Sequence[_Group]) -> None:
+def _close_later(placed: Sequence[_Placed]) -> None:
     """Close in a thread: the garbage collector may be at work in the middle of a call to Spark."""
-    threading.Thread(target=_close, args=(groups,), name="sparkdl-give-back").start()
+    threading.Thread(target=_close, args=(placed,), name="sparkdl-give-back").start()

@@ -18,10 +18,11 @@ from sparkdl.data.arrow_tasks import check_new_columns
 from sparkdl.data.columns.base import names_read
 from sparkdl.errors import ParameterError
 from sparkdl.infer.model import TrainedModel
+from sparkdl.infer.outputs import as_numbers
 from sparkdl.loop.history import History
 from sparkdl.ml.params import FitParams
 from sparkdl.ml.persistence import ModelReader, ModelWriter
-from sparkdl.ml.plan import are_valid, as_numbers, column, nothing_like, zeros
+from sparkdl.ml.plan import are_valid, column, nothing_like, zeros
 
 
 @dataclass(frozen=True)

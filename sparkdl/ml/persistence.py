@@ -17,9 +17,8 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from py4j.protocol import Py4JError
@@ -31,7 +30,7 @@ from sparkdl.codec.safe import decode, encode
 from sparkdl.compat import for_metadata
 from sparkdl.errors import ModelError, ParameterError, SessionError, TrustError, UserError
 from sparkdl.infer.model import load
-from sparkdl.infer.recipe import WithoutName, is_module_builder, member_of, recipe_by_name, resolved
+from sparkdl.infer.recipe import WithoutName, by_name, named_object, recipe_by_name
 from sparkdl.infer.remote import HadoopFolder
 from sparkdl.infer.saved import save
 from sparkdl.loop.triggers import Trigger
@@ -43,24 +42,17 @@ OBJECTS = ("model", "loss", "optimizer", "trainerArgs")
 """The Params that may hold what JSON cannot."""
 FOLDER = "model"
 """The folder of a model's weights and recipe, beside its metadata."""
+_HARMLESS = (torch.optim.Optimizer, Trigger)
 
 
-@dataclass(frozen=True)
-class _Permission:
-    """The permissions that the user gives inside :func:`loading`."""
-
-    model: Callable[[], nn.Module] | nn.Module | None = None
-    trust: bool = False
-
-
-_permission: ContextVar[_Permission] = ContextVar("sparkdl-ml-loading")
-_NOTHING = _Permission()
+_Builder: TypeAlias = Callable[[], nn.Module] | nn.Module | None
+_Allowed: TypeAlias = tuple[_Builder, bool]
+_permission: ContextVar[_Allowed] = ContextVar("sparkdl-ml-loading", default=(None, False))
+"""The ``model`` and the ``trust`` that the user gives inside :func:`loading`."""
 
 
 @contextlib.contextmanager
-def loading(
-    model: Callable[[], nn.Module] | nn.Module | None = None, trust: bool = False
-) -> Iterator[None]:
+def loading(model: _Builder = None, trust: bool = False) -> Iterator[None]:
     """Say how saved models are built while the block loads some, in a pipeline too.
 
     It is needed if the recipe of a module cannot be imported by name, as that of a function of a
@@ -73,7 +65,7 @@ def loading(
         model: A module, or a function that builds it, instead of the saved recipe.
         trust: Allow the folder to run code of its own choice, as in :func:`sparkdl.load`.
     """
-    token = _permission.set(_Permission(model, trust))
+    token = _permission.set((model, trust))
     try:
         yield
     finally:
@@ -125,24 +117,30 @@ class _Reader(MLReader[Any]):
         super().__init__()
         self.cls = cls
 
+    def load(self, path: str) -> Any:
+        """Read the stage, as far as :func:`loading` trusts its folder."""
+        place = _readable(self.sparkSession, path)
+        metadata = _metadata(place, self.sparkSession, self.cls)
+        stage = self._read(place, path, metadata, _permission.get())
+        stage._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(stage, metadata)
+        return stage
+
+    def _read(self, place: str, path: str, metadata: dict[str, Any], allowed: _Allowed) -> Any:
+        """Return the stage in the folder ``place`` without its Params; messages call it ``path``."""
+        raise NotImplementedError
+
 
 class ModelReader(_Reader):
     """Reads a :class:`sparkdl.ml.TorchModel`."""
 
-    def load(self, path: str) -> Any:
-        """Read the model, as far as :func:`loading` trusts its folder."""
-        place = _readable(self.sparkSession, path)
-        metadata = _metadata(place, self.sparkSession, self.cls)
-        allowed = _permission.get(_NOTHING)
+    def _read(self, place: str, path: str, metadata: dict[str, Any], allowed: _Allowed) -> Any:
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
             folder = Path(scratch) / FOLDER
             _download(self.sparkSession, place, FOLDER, folder)
             with _told_of(str(folder), f"{path}/{FOLDER}"):
-                trained = load(folder, allowed.model, trust=allowed.trust)
-        model = self.cls(trained, metadata["labels"])
-        model._resetUid(metadata["uid"])
-        DefaultParamsReader.getAndSetParams(model, metadata)
-        return model
+                trained = load(folder, allowed[0], trust=allowed[1])
+        return self.cls(trained, metadata["labels"])
 
 
 class EstimatorWriter(_Writer):
@@ -182,14 +180,10 @@ class EstimatorWriter(_Writer):
 class EstimatorReader(_Reader):
     """Reads a :class:`sparkdl.ml.TorchEstimator`."""
 
-    def load(self, path: str) -> Any:
-        """Read the estimator, as far as :func:`loading` trusts its folder."""
-        place = _readable(self.sparkSession, path)
-        metadata = _metadata(place, self.sparkSession, self.cls)
-        allowed, named = _permission.get(_NOTHING), metadata["objects"]
-        pickled = b""
+    def _read(self, place: str, path: str, metadata: dict[str, Any], allowed: _Allowed) -> Any:
+        named, pickled, (model, trust) = metadata["objects"], b"", allowed
         if named is None:
-            if not allowed.trust:
+            if not trust:
                 raise TrustError(
                     f"{path} holds an estimator with a pickle, which can run any code when opened. If "
                     "you trust it, load it inside sparkdl.ml.loading(trust=True)."
@@ -199,14 +193,10 @@ class EstimatorReader(_Reader):
                 _download(self.sparkSession, place, file.name, file)
                 pickled = file.read_bytes()
         with _told_of("", path):
-            objects = _objects_of(named, pickled, allowed.trust, path)
-        if allowed.model is not None and "model" in objects:
-            objects["model"] = allowed.model
-        estimator = self.cls()
-        estimator._resetUid(metadata["uid"])
-        DefaultParamsReader.getAndSetParams(estimator, metadata)
-        estimator._set(**objects)
-        return estimator
+            objects = _objects_of(named, pickled, trust, path)
+        if model is not None and "model" in objects:
+            objects["model"] = model
+        return self.cls()._set(**objects)
 
 
 def _metadata(path: str, session: SparkSession, cls: type) -> dict[str, Any]:
@@ -328,29 +318,10 @@ def _is_plainly(kind: type[nn.Module], value: nn.Module) -> bool:
 
 def _of_leaf(content: dict[str, Any], trust: bool, path: str) -> Any:
     """Return the object that :func:`_leaf` wrote."""
-    found = resolved(content["name"])
-    harmless = isinstance(found, type) and issubclass(found, (torch.optim.Optimizer, Trigger))
-    if not trust and not harmless and not is_module_builder(found):
-        raise TrustError(
-            f'{path} names "{content["name"]}", which is neither a class of modules or optimizers, nor '
-            'a function that is annotated "-> torch.nn.Module". Annotate it, or pass trust=True.'
-        )
+    if content["kind"] not in ("instance", "trigger"):
+        return by_name(path, content, trust, _HARMLESS)
+    found = named_object(path, content["name"], trust, _HARMLESS)
     if content["kind"] == "instance":
         return found()
-    trigger = content["kind"] == "trigger"
-    read = functools.partial(_of_leaf if trigger else _of_argument, trust=trust, path=path)
-    args = [decode(value, {}, read) for value in content["args"]]
-    kwargs = {key: decode(value, {}, read) for key, value in content["kwargs"].items()}
-    if trigger:
-        return found(**kwargs)
-    return functools.partial(found, *args, **kwargs) if args or kwargs else found
-
-
-def _of_argument(content: dict[str, Any], trust: bool, path: str) -> Any:
-    """Return an argument of a recipe: a dtype, a member of an enum, or what has a name."""
-    if "dtype" in content:
-        return getattr(torch, content["dtype"])
-    if "enum" in content:
-        return member_of(content["enum"])
-    plain: dict[str, Any] = {"kind": "name", "name": content.get("name"), "args": [], "kwargs": {}}
-    return _of_leaf(content.get("recipe", plain), trust, path)
+    read = functools.partial(_of_leaf, trust=trust, path=path)
+    return found(**{key: decode(value, {}, read) for key, value in content["kwargs"].items()})

@@ -108,12 +108,6 @@ def mistake(text: Column) -> Column:
     )
 
 
-def label_names(schema: StructType, name: str) -> tuple[str, ...]:
-    """Return the names of the classes that StringIndexer left in the column's metadata."""
-    attributes = schema[name].metadata.get("ml_attr", {}) if name in schema.names else {}
-    return tuple(str(value) for value in attributes.get("vals", ()))
-
-
 def class_metadata(name: str, labels: Sequence[str], count: int) -> dict[str, Any]:
     """Return the metadata of a column of class numbers, whose names IndexToString takes."""
     values = {"vals": list(labels)} if labels else {"num_vals": count}
@@ -134,15 +128,6 @@ def class_count(output: Output | None) -> int:
 def part_of_scores(scores: Column, first: int, count: int) -> Column:
     """Return values of a result of ``ClassScores`` as a vector; ``first`` counts from 0."""
     return array_to_vector(functions.slice(scores, first + 1, count))
-
-
-def as_numbers(output: Column, kind: DataType, one: bool) -> Column:
-    """Return a module's output as evaluators take it: one number as double, several as a vector."""
-    if not isinstance(kind, ArrayType):
-        return output.cast("double")
-    if isinstance(kind.elementType, ArrayType):
-        return output
-    return output[0].cast("double") if one else array_to_vector(output.cast("array<double>"))
 
 
 def nothing_like(kind: DataType, width: int) -> Column:
@@ -214,28 +199,20 @@ class FitPlan:
 
     def same_reading(self, other: FitPlan) -> bool:
         """Return whether both fits can use the samples that are placed for one of them."""
-        ours, theirs = self.trainer, other.trainer
-        alike = all(
-            getattr(ours, name) == getattr(theirs, name)
-            for name in (
-                "feature_columns",
-                "keywords",
-                "label_columns",
-                "weight",
-                "sampling",
-                "replicas",
-            )
+        same_model = self.trainer.model is other.trainer.model
+        return self._reading == other._reading and (
+            same_model or self.float_dtype == other.float_dtype
         )
-        if not alike or dict(ours.columns) != dict(theirs.columns):
-            return False
-        if (ours.engine == "local") != (theirs.engine == "local"):
-            return False
-        how = (self.indicator, self.filters, self.labels, self._takes_floats, self._own_data)
-        if how != (
-            other.indicator, other.filters, other.labels, other._takes_floats, other._own_data
-        ):  # fmt: skip
-            return False
-        return ours.model is theirs.model or self.float_dtype == other.float_dtype
+
+    @property
+    def _reading(self) -> tuple[Any, ...]:
+        """All that decides how the data is read, except for the model's floating dtype."""
+        trainer = self.trainer
+        return (
+            *(trainer.feature_columns, trainer.keywords, trainer.label_columns, trainer.weight),
+            *(trainer.sampling, trainer.replicas, dict(trainer.columns), trainer.engine == "local"),
+            *(self.indicator, self.filters, self.labels, self._takes_floats, self._own_data),
+        )
 
     @functools.cached_property
     def float_dtype(self) -> str:
@@ -305,7 +282,10 @@ class FitPlan:
     def label_names(self, data: DataFrame) -> tuple[str, ...]:
         """Return the names of the classes, if the label column has some."""
         labels = self.trainer.label_columns
-        return label_names(data.schema, labels[0]) if len(labels) == 1 else ()
+        if len(labels) != 1 or labels[0] not in data.columns:
+            return ()
+        attributes = data.schema[labels[0]].metadata.get("ml_attr", {})
+        return tuple(str(value) for value in attributes.get("vals", ()))
 
     def _indicator(self, data: DataFrame) -> Column:
         name = self.indicator

@@ -347,33 +347,19 @@ DECLARED = "update_depends_on"
 """The class attribute in which an optimizer declares its kind: "element", "tensor" or "all"."""
 
 
-@dataclass(frozen=True)
-class CutRule:
-    """The permitted cuts for an optimizer."""
-
-    elementwise: bool  # a cut through a tensor changes nothing
-    separate: bool  # the update of one tensor does not depend on the others
+KINDS = ("element", "tensor", "all")
+"""What the update of an element depends on, from the least to the most."""
 
 
-KINDS = {
-    "element": CutRule(elementwise=True, separate=True),
-    "tensor": CutRule(elementwise=False, separate=True),
-    "all": CutRule(elementwise=False, separate=False),
-}
-"""The rules by what the update of an element depends on."""
-
-
-def declared(kind: type[torch.optim.Optimizer]) -> CutRule | None:
-    """Return the rule that an optimizer class declares itself, or None."""
-    answer = getattr(kind, DECLARED, None)
-    if answer is None:
-        return None
-    if answer not in KINDS:
+def declared(kind: type[torch.optim.Optimizer]) -> str | None:
+    """Return the kind that an optimizer class declares itself, or None."""
+    answer: str | None = getattr(kind, DECLARED, None)
+    if answer is not None and answer not in KINDS:
         raise ModelError(
             f"{kind.__name__}.{DECLARED} is {answer!r}: an element's update depends on that "
             '"element", on its "tensor", or on "all" of them.'
         )
-    return KINDS[answer]
+    return answer
 
 
 Hyperparameters = tuple[Mapping[str, Any], ...] | None

@@ -21,7 +21,7 @@ import torch
 from sparkdl.errors import ModelError, in_short
 from sparkdl.model.flat import sparse_tables
 from sparkdl.process.determinism import seeded, torch_threads
-from sparkdl.slices.optimizer import KINDS, CutRule, GroupSpec, OptimizerSpec, declared, take_step
+from sparkdl.slices.optimizer import KINDS, GroupSpec, OptimizerSpec, declared, take_step
 from sparkdl.slices.optimizer_step import evaluate_once, step_slice, wants_loss
 from sparkdl.slices.spec import Fragment, SliceSpec, SliceState
 
@@ -37,7 +37,7 @@ _BY_ELEMENT = (
     *("Rprop", "ASGD", "SparseAdam"),
 )
 _OF_TORCH = {
-    getattr(torch.optim, name, None): KINDS[kind]
+    getattr(torch.optim, name, None): kind
     for kind, names in [
         ("element", _BY_ELEMENT),
         ("tensor", ("Adafactor", "Muon")),
@@ -45,7 +45,7 @@ _OF_TORCH = {
     ]
     for name in names
 }
-"""The rules of torch's classes."""
+"""The kinds of torch's classes."""
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,16 @@ def probe_cut_rule(
     number = {id(p): i for i, p in enumerate(parameters)}
     tables = {number[key] for key in sparse_tables(module) if key in number}
     shapes = [None if i in tables else tuple(p.shape) for i, p in enumerate(parameters)]
-    rules = [rule for part in plan.parts for rule in _rules_of(part, shapes)]
+    kinds = [kind for part in plan.parts for kind in _kinds_of(part, shapes)]
     return replace(
-        plan,
-        elementwise=all(rule.elementwise for rule in rules),
-        separate=all(rule.separate for rule in rules),
+        plan, elementwise=all(kind == "element" for kind in kinds), separate="all" not in kinds
     )
 
 
-def _rules_of(part: GroupSpec, shapes: Sequence[tuple[int, ...] | None]) -> list[CutRule]:
-    """Return one rule for each group that has parameters, since the kind may depend on
-    hyperparameters."""
+def _kinds_of(part: GroupSpec, shapes: Sequence[tuple[int, ...] | None]) -> list[str]:
+    """Return one kind for each group that has parameters, since it may depend on hyperparameters."""
     return [
-        _rule(
+        _kind(
             OptimizerSpec(
                 parts=(replace(part, groups=(group,), members=((0, 1),), dimensions=(ndim,)),)
             ),
@@ -116,73 +113,73 @@ def _rules_of(part: GroupSpec, shapes: Sequence[tuple[int, ...] | None]) -> list
 
 # One thread: most tensors are tiny, and on busy cores a second thread would only add waiting.
 @torch_threads(1)
-def _rule(
+def _kind(
     plan: OptimizerSpec,
     shapes: Collection[tuple[int, ...]],
     tables: bool,
-    kind: type[torch.optim.Optimizer],
-) -> CutRule:
-    """Return the rule of an optimizer with one group, whose parameters are numbers 0 and 1.
+    made: type[torch.optim.Optimizer],
+) -> str:
+    """Return the kind of an optimizer with one group, whose parameters are numbers 0 and 1.
 
     ``shapes`` are those of its dense parameters, and ``tables`` says that it has sparse ones too.
     """
-    declaration = declared(kind)
-    rules = []
-    for ndim in sorted({max(1, len(shape)) for shape in shapes}):
+    known = declared(made) or _OF_TORCH.get(made)
+    kinds = []
+    for ndim, sparse in [
+        *((n, False) for n in sorted({max(1, len(s)) for s in shapes})),
+        (2, True),
+    ]:
+        if sparse and not tables:
+            break
         shape = (24,) if ndim == 1 else (*_TABLE, *([1] * (ndim - 2)))
         try:
-            _update(plan, shape, _TOGETHER)
-            if kind not in _OF_TORCH:
+            _update(plan, shape, _TOGETHER, sparse)
+            if not sparse and made not in _OF_TORCH:
                 _check_memory(plan, shape)
         except ModelError:
             raise
         except Exception as error:
+            if sparse:
+                raise ModelError(
+                    f"optimizer {plan.name} does not take the sparse gradients of an embedding with "
+                    f"sparse=True ({in_short(error)}). Give the embedding another optimizer by its "
+                    'name, optimizer={"embedding": torch.optim.SparseAdam, "": torch.optim.Adam}, or '
+                    "build it with sparse=False."
+                ) from error
             raise ModelError(
                 f"optimizer {plan.name} fails on a parameter of {ndim} dimension"
                 f"{'s' if ndim > 1 else ''} with a dense gradient ({in_short(error)}). {SEVERAL}"
             ) from error
-        if declaration is None and kind not in _OF_TORCH:
-            rules += [_seen(plan, shape, trial=trial) for trial in _TRIALS]
-    if tables:
-        try:
-            _update(plan, _TABLE, _TOGETHER, sparse=True)
-        except Exception as error:
-            raise ModelError(
-                f"optimizer {plan.name} does not take the sparse gradients of an embedding with "
-                f"sparse=True ({in_short(error)}). Give the embedding another optimizer by its name, "
-                'optimizer={"embedding": torch.optim.SparseAdam, "": torch.optim.Adam}, or build '
-                "it with sparse=False."
-            ) from error
-        if declaration is None and kind not in _OF_TORCH:
-            rules += [_seen(plan, _TABLE, sparse=True, trial=trial) for trial in _TRIALS]
-    if known := declaration or _OF_TORCH.get(kind):
+        if known is None:
+            kinds += [_seen(plan, shape, sparse, trial) for trial in _TRIALS]
+    if known is not None:
         return known
-    if all(rule.elementwise for rule in rules):
-        rules += [CutRule(_same_at_size(plan, shape), True) for shape in _shrunk(shapes)]
-    return CutRule(all(t.elementwise for t in rules), all(t.separate for t in rules))
+    if all(kind == "element" for kind in kinds):
+        kinds += [_at_size(plan, shape) for shape in _shrunk(shapes)]
+    return max(kinds, key=KINDS.index, default="element")
 
 
 def _same(one: torch.Tensor, other: torch.Tensor, scale: float = 1.0) -> bool:
     return torch.allclose(one, other, rtol=1e-4, atol=1e-14 * scale, equal_nan=True)
 
 
-def _seen(
-    plan: OptimizerSpec, shape: tuple[int, ...], sparse: bool = False, trial: _Trial = _FIRST
-) -> CutRule:
-    """Return the rule that one trial shows; no restriction if the trial fails even without a cut."""
+def _seen(plan: OptimizerSpec, shape: tuple[int, ...], sparse: bool, trial: _Trial) -> str:
+    """Return the kind that one trial shows; "element" if the trial fails even without a cut."""
     try:
         together = _update(plan, shape, _TOGETHER, sparse, trial)
     except Exception:
-        return CutRule(elementwise=True, separate=True)
+        return "element"
     try:
         apart = _update(plan, shape, _APART, sparse, trial)
     except Exception:  # it needs all tensors
-        return CutRule(elementwise=False, separate=False)
+        return "all"
+    if not _same(together, apart, trial.weights):
+        return "all"
     try:
-        cut = _same(_update(plan, shape, _CUT, sparse, trial), apart, trial.weights)
+        cut = _update(plan, shape, _CUT, sparse, trial)
     except Exception:  # it needs a matrix, for example
-        cut = False
-    return CutRule(cut, _same(together, apart, trial.weights))
+        return "tensor"
+    return "element" if _same(cut, apart, trial.weights) else "tensor"
 
 
 def _shrunk(shapes: Collection[tuple[int, ...]]) -> set[tuple[int, ...]]:
@@ -199,19 +196,20 @@ def _shrunk(shapes: Collection[tuple[int, ...]]) -> set[tuple[int, ...]]:
     return found
 
 
-def _same_at_size(plan: OptimizerSpec, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor of this shape has the same update if it is cut as slices may cut it:
-    into few elements, and at odd multiples of 64 bytes."""
+def _at_size(plan: OptimizerSpec, shape: tuple[int, ...]) -> str:
+    """Return the kind that a tensor of this shape shows if it is cut as slices may cut it: into few
+    elements, and at odd multiples of 64 bytes."""
     size = math.prod(shape)
     middle = size // 64 * 32 + 16
     cuts: list[list[Span]] = [[(0, 0, 16)], [(0, 16, middle)], [(0, middle, size)]]
     try:
         whole = _update(plan, shape, [[(0, 0, size)]], trial=_AT_SIZE)
-        return _same(_update(plan, shape, cuts, trial=_AT_SIZE), whole)
+        same = _same(_update(plan, shape, cuts, trial=_AT_SIZE), whole)
     except ModelError:
         raise
     except Exception:  # it may have a kernel for a GPU alone
-        return False
+        same = False
+    return "element" if same else "tensor"
 
 
 def _check_memory(plan: OptimizerSpec, shape: tuple[int, ...]) -> None:

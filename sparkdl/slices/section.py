@@ -47,10 +47,10 @@ import numpy as np
 import torch
 
 from sparkdl.codec.packed import (
-    ALIGNMENT,
     ByParameter,
     Tensors,
     TensorSpec,
+    aligned,
     as_tensor,
     open_packed,
     packed_nbytes,
@@ -318,7 +318,7 @@ class Section:
 
 def section_nbytes(plan: SliceSpec, dtype: torch.dtype, layout: SectionLayout) -> int:
     """Return the number of bytes of a section, a multiple of 64."""
-    return sum(_aligned(nbytes) for _, nbytes, _ in _parts(plan, dtype, layout))
+    return sum(aligned(nbytes) for _, nbytes, _ in _parts(plan, dtype, layout))
 
 
 def open_section(
@@ -342,7 +342,7 @@ def open_section(
             compressed = open_packed(layout.compressed or (), raw)
         else:
             parts[name] = as_tensor(raw.data, kind)
-        place += _aligned(nbytes)
+        place += aligned(nbytes)
     tables = {}
     for fragment in plan.tables:
         if fragment.number in layout.rows:
@@ -455,7 +455,3 @@ def _parts(
             count, width = layout.rows[fragment.number], fragment.shape[1]
             yield f"rows {fragment.number}", count * 8, torch.int64
             yield f"values {fragment.number}", count * width * layout.wire.itemsize, layout.wire
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -70,30 +70,21 @@ def cut_blocks(plan: SliceSpec, elements: int = BLOCK_ELEMENTS) -> list[SliceSpe
     assert elements % ALIGNMENT == 0
     if plan.length <= elements:
         return [plan]
-    dense, end = (
-        [fragment for fragment in plan.parameters if not fragment.sparse],
-        plan.dense_length,
-    )
-    fragments: list[list[Fragment]] = [[] for _ in range(0, end, elements)]
-    for fragment in dense:
-        for block in range(fragment.start // elements, -(-fragment.stop // elements)):
-            fragments[block].append(_part(fragment, block * elements, (block + 1) * elements))
-    blocks = [
-        _block(plan, start, min(start + elements, end), own)
-        for start, own in zip(range(0, end, elements), fragments, strict=True)
+    dense = [fragment for fragment in plan.parameters if not fragment.sparse]
+    bounds = [*range(0, plan.dense_length, elements), plan.dense_length]
+    parts: list[list[Fragment]] = [[] for _ in bounds]
+    for p in dense:
+        for block in range(p.start // elements, -(-p.stop // elements)):
+            start, stop = bounds[block : block + 2]
+            low, high = max(start, p.start), min(stop, p.stop)
+            shape = p.shape if high - low == p.length else ()
+            parts[block].append(replace(p, start=low - start, length=high - low, shape=shape))
+    parts[-1] = [replace(p, start=p.start - bounds[-1]) for p in plan.fragments[len(dense) :]]
+    return [
+        SliceSpec(plan.index, plan.start + start, plan.start + stop, tuple(fragments))
+        for start, stop, fragments in zip(bounds, [*bounds[1:], plan.length], parts, strict=True)
+        if start < stop
     ]
-    rest = [replace(p, start=p.start - end) for p in plan.fragments[len(dense) :]]
-    return [*blocks, _block(plan, end, plan.length, rest)] if end < plan.length else blocks
-
-
-def _block(plan: SliceSpec, start: int, stop: int, fragments: list[Fragment]) -> SliceSpec:
-    return SliceSpec(plan.index, plan.start + start, plan.start + stop, tuple(fragments))
-
-
-def _part(fragment: Fragment, start: int, stop: int) -> Fragment:
-    low, high = max(start, fragment.start), min(stop, fragment.stop)
-    shape = fragment.shape if high - low == fragment.length else ()
-    return replace(fragment, start=low - start, length=high - low, shape=shape)
 
 
 def block_of_state(
@@ -263,18 +254,15 @@ class SliceUpdater:
         return cut_blocks(self.plan, elements) if cut else [self.plan]
 
     def reduce(
-        self, sections: Sequence[Section], weights: torch.Tensor, out: torch.Tensor
-    ) -> ReducedGradient:
-        """Return the gradient of the slice, with penalties and clipped by value, in ``out``."""
-        return self._reduce(self.plan, sections, weights, out)
-
-    def _reduce(
         self,
-        block: SliceSpec,
         sections: Sequence[Section],
         weights: torch.Tensor,
         out: torch.Tensor,
+        block: SliceSpec | None = None,
     ) -> ReducedGradient:
+        """Return the gradient of the slice or of a block, with penalties and clipped by value, in
+        ``out``."""
+        block = block or self.plan
         reduced = reduce_gradients(block, sections, out)
         if not self.options.steps_on_replicas:
             penalize(block, reduced, weights, self.l1, self.l2)
@@ -337,7 +325,7 @@ class SliceUpdater:
                     if not whole:
                         parts = [block_of_section(self.plan, block, one) for one in sections]
                     weights = old.weights[start : start + block.length]
-                    part = self._reduce(block, parts, weights, out)
+                    part = self.reduce(parts, weights, out, block)
                     if shown and part.gradient is not out:
                         out.copy_(part.gradient)
                 else:

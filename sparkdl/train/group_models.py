@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from pyspark.sql import DataFrame, SparkSession, functions
-from pyspark.sql.pandas.types import to_arrow_type
-from pyspark.sql.types import StructType, _parse_datatype_string
+from pyspark.sql.types import StructType
 
 from sparkdl.checkpoint.files import Folder
 from sparkdl.codec.files import MAX_JSON_BYTES, is_changed, parse_json, with_checksum
@@ -31,7 +30,7 @@ from sparkdl.data.schema import columns_of, quoted
 from sparkdl.errors import DataError, ModelError, ParameterError, nearest, raise_all
 from sparkdl.infer.forward import run_batches
 from sparkdl.infer.model import TrainedModel, load
-from sparkdl.infer.outputs import as_numpy, to_arrow
+from sparkdl.infer.outputs import as_numpy, sql_type, to_arrow
 from sparkdl.infer.written import as_read
 from sparkdl.model.flat import filled, layout_of
 from sparkdl.model.preparation import dumps
@@ -135,7 +134,6 @@ class GroupModels:
             template.columns,
             template.fields,
         )
-        kind = _parse_datatype_string(template.output.sql_type)
         task: PredictGroup = accompanied(
             PredictGroup(
                 self._payload,
@@ -145,7 +143,7 @@ class GroupModels:
                 template.signature,
                 template.output.dimensions,
                 prediction_col,
-                to_arrow_type(kind),
+                template.output.kind,
                 batch_size,
             )
         )
@@ -155,7 +153,9 @@ class GroupModels:
 
         keys = [quoted(name) for name in self.by]
         models = self.table.select(*keys, "weights")
-        schema = StructType([*data.schema.fields]).add(prediction_col, kind)
+        schema = StructType([*data.schema.fields]).add(
+            prediction_col, sql_type(template.output.kind)
+        )
         return apply_in_arrow(predict, schema, keys, data, models)
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> str:

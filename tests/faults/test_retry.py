@@ -291,12 +291,21 @@ class Bench:
         return len(list(Path(self.run.slab.directory, self.run.slab.name).glob(f"{role}-*")))
 
 
-@pytest.fixture
-def bench(tmp_path):
-    made = Bench(tmp_path)
+@pytest.fixture(params=[None, sparkdl.PowerSGD(2)], ids=["plain", "compressed"])
+def bench(request, tmp_path):
+    made = Bench(tmp_path, request.param)
     yield made
     release(made.run.slab.name)
     remove_root(made.run.slab)
+
+
+def residuals_of(frames: list[list[bytes]]) -> tuple[ResidualHandle | None, ...]:
+    """What replicas keep where gradients are compressed."""
+    return tuple(decode(gradients[0])[0].report.residual for gradients in frames)
+
+
+def kept(bench: Bench, handles: tuple[ResidualHandle | None, ...]) -> list[bytes]:
+    return [bench.pool.read(handle.reference).tobytes() for handle in handles if handle]
 
 
 def test_twins_of_a_forward_backward_task_send_the_same_values(bench):
@@ -316,146 +325,97 @@ def test_twins_of_a_forward_backward_task_send_the_same_values(bench):
             assert left.report.loss == right.report.loss
 
 
-def test_twins_of_a_synchronization_task_write_the_same_state(bench):
-    """Each reads another twin's gradients, and the first one's state outlives the second."""
-    frames = [[bench.forward_backward(m) for m in range(2)] for _ in range(2)]
-    old = [bench.content(state) for state in bench.states]
-    for n in range(3):
-        twins = [bench.synchronize(n, [frames[k][m][n] for m in range(2)]) for k in range(2)]
-        first, second = [twin.state for twin in twins]
-        assert first.version != second.version
-        assert bench.content(first) == bench.content(second)
-        assert bench.content(bench.states[n]) == old[n]  # version t is untouched
-        assert bench.content(first) != old[n]
-
-
-def test_a_late_twin_cannot_touch_what_is_committed(bench):
-    """A zombie of iteration 1 runs on when iteration 2 is done: it fails, or writes beside."""
-    gradients = [bench.forward_backward(m) for m in range(2)]
-    late_step, late_states = bench.step, bench.states
-    states = tuple(bench.synchronize(n, [g[n] for g in gradients]).state for n in range(3))
-    bench.commit(states)
-    gradients_2 = [bench.forward_backward(m) for m in range(2)]
-    states_2 = tuple(bench.synchronize(n, [g[n] for g in gradients_2]).state for n in range(3))
-    bench.commit(states_2)
-    committed = [bench.content(state) for state in states_2]
-    gradients_3 = [bench.forward_backward(m) for m in range(2)]
-    content_3 = [
-        bench.pool.read(decode(g[n])[0].reference).tobytes() for g in gradients_3 for n in range(3)
-    ]
-    now = bench.step, bench.states
-    bench.step, bench.states = late_step, late_states
-    with pytest.raises(StaleReferenceError):
-        bench.forward_backward(0)
-    with pytest.raises(StaleReferenceError):
-        bench.synchronize(0, [g[0] for g in gradients])
-    bench.step, bench.states = now
-    assert [bench.content(state) for state in states_2] == committed
-    assert content_3 == [
-        bench.pool.read(decode(g[n])[0].reference).tobytes() for g in gradients_3 for n in range(3)
-    ]
-
-
-def test_twins_do_not_make_the_pool_grow(bench):
-    """Every task runs twice, fifteen times over: files of losing twins are used again."""
-    counts = []
-    for _ in range(15):
-        attempts = [[bench.forward_backward(m) for m in range(2)] for _ in range(2)]
-        reports = [
-            [bench.synchronize(n, [g[n] for g in gradients]) for n in range(3)]
-            for gradients in attempts
-        ]
-        assert not any(report.faults for twins in reports for report in twins)
-        bench.commit(tuple(report.state for report in reports[1]))
-        counts.append((bench.files("gradient"), bench.files("state")))
-    assert counts[3:] == [counts[3]] * 12
-    assert counts[-1][0] == 2 * 2  # two replicas, two attempts
-
-
-# What replicas keep where gradients are compressed.
-
-
-@pytest.fixture
-def compressing(tmp_path):
-    made = Bench(tmp_path, sparkdl.PowerSGD(2))
-    yield made
-    release(made.run.slab.name)
-    remove_root(made.run.slab)
-
-
-def residuals_of(frames: list[list[bytes]]) -> tuple[ResidualHandle, ...]:
-    return tuple(decode(gradients[0])[0].report.residual for gradients in frames)
-
-
-def kept(bench: Bench, handle: ResidualHandle) -> bytes:
-    return bench.pool.read(handle.reference).tobytes()
-
-
-def test_twins_keep_the_same_residuals(compressing):
-    """Each is made from the committed version, which neither touches; so is one after a skip."""
-    bench, committed = compressing, None
+def test_twins_write_the_same_state_and_keep_the_same_residuals(bench):
+    """Each reads another twin's gradients, and none touches what is committed; so does one after a
+    skip."""
+    committed = []
     for iteration in range(4):
-        twins = [[bench.forward_backward(m) for m in range(2)] for _ in range(2)]
-        first, second = map(residuals_of, twins)
+        frames = [[bench.forward_backward(m) for m in range(2)] for _ in range(2)]
+        first, second = map(residuals_of, frames)
+        values = kept(bench, first)
+        assert values == kept(bench, second)
+        assert kept(bench, bench.step.residuals) == committed
         for one, other in zip(first, second, strict=True):
-            assert one.reference.path != other.reference.path
-            assert one.version == other.version == iteration + 1
-            assert kept(bench, one) == kept(bench, other)
-        values = [kept(bench, handle) for handle in first]
-        if committed is not None:
-            assert [kept(bench, handle) for handle in bench.step.residuals] == committed
-            assert kept(bench, first[0]) != committed[0]
-        bench.step = replace(
-            bench.step, submission=bench.step.submission + 1
-        )  # skipped, and run again
+            if one is not None:
+                assert one.reference.path != other.reference.path
+                assert one.version == other.version == iteration + 1
+        assert not committed or values[0] != committed[0]
+        old = [bench.content(state) for state in bench.states]
+        for n in range(3):
+            twins = [
+                bench.synchronize(n, [frames[k][m][n] for m in range(2)]).state for k in range(2)
+            ]
+            assert twins[0].version != twins[1].version
+            assert bench.content(twins[0]) == bench.content(twins[1]) != old[n]
+            assert bench.content(bench.states[n]) == old[n]  # version t is untouched
+        bench.step = replace(bench.step, submission=bench.step.submission + 1)  # a skip
         gradients = [bench.forward_backward(m) for m in range(2)]
         again = residuals_of(gradients)
         states = tuple(bench.synchronize(n, [g[n] for g in gradients]).state for n in range(3))
-        committed = [kept(bench, handle) for handle in again]
+        committed = kept(bench, again)
         assert committed == values
         bench.commit(states, again)
 
 
-def test_a_late_twin_cannot_touch_committed_residuals(compressing):
-    bench, steps = compressing, []
+def test_a_late_twin_cannot_touch_what_is_committed(bench):
+    """A zombie of an earlier iteration runs on: it fails, or writes beside."""
+    steps = []
     for _ in range(3):
-        steps.append((bench.step, bench.states))
         gradients = [bench.forward_backward(m) for m in range(2)]
+        steps.append((bench.step, bench.states, gradients))
         states = tuple(bench.synchronize(n, [g[n] for g in gradients]).state for n in range(3))
         bench.commit(states, residuals_of(gradients))
-    committed = [kept(bench, handle) for handle in bench.step.residuals]
-    now = bench.step
-    for n, late in enumerate(steps):
-        bench.step, bench.states = late
+    now = bench.step, bench.states
+    committed = [bench.content(state) for state in states], kept(bench, bench.step.residuals)
+    sent, content = [], []
+    for n, (step, before, gradients) in reversed(list(enumerate(steps))):
+        if n == 1:  # the next iteration has sent, in what the last one read
+            frames = [frame for m in range(2) for frame in bench.forward_backward(m)]
+            sent = [decode(frame)[0].reference for frame in frames]
+            content = [bench.pool.read(reference).tobytes() for reference in sent]
+        bench.step, bench.states = step, before
         stale = pytest.raises(StaleReferenceError) if n < 2 else contextlib.nullcontext()
         with stale:  # what the last one reads is there yet: it writes beside
             bench.forward_backward(0)
-        bench.step = now
-        assert [kept(bench, handle) for handle in bench.step.residuals] == committed
+        if n < 2:
+            with pytest.raises(StaleReferenceError):
+                bench.synchronize(0, [g[0] for g in gradients])
+        bench.step, bench.states = now
+        found = [bench.content(state) for state in states], kept(bench, bench.step.residuals)
+        assert found == committed
+        assert [bench.pool.read(reference).tobytes() for reference in sent] == content
 
 
-def test_residuals_do_not_make_the_pool_grow(compressing):
-    """Neither do attempts that lose or are skipped, nor a replica that has no rows for long."""
-    bench, counts = compressing, []
+def test_twins_do_not_make_the_pool_grow(bench):
+    """Every task runs twice, and files of losing twins are used again. Neither do attempts that are
+    skipped, nor a replica that has no rows for long."""
+    counts = []
     for iteration in range(16):
         bench.step = replace(bench.step, rows=((0, 6), (0, 6 if iteration in (0, 12) else 0)))
         for _ in range(3):  # two of them skipped
             bench.step = replace(bench.step, submission=bench.step.submission + 1)
             twins = [[bench.forward_backward(m) for m in range(2)] for _ in range(2)]
-        states = tuple(bench.synchronize(n, [g[n] for g in twins[0]]).state for n in range(3))
-        found = residuals_of(twins[0])
-        assert (found[1] is None) == (iteration not in (0, 12))
-        before = bench.step.residuals
+        reports = [
+            [bench.synchronize(n, [g[n] for g in gradients]) for n in range(3)]
+            for gradients in twins
+        ]
+        assert not any(report.faults for both in reports for report in both)
+        found, before = residuals_of(twins[0]), bench.step.residuals
+        compressed = found[0] is not None
+        assert (found[1] is not None) == (compressed and iteration in (0, 12))
+        states = tuple(report.state for report in reports[1])
         bench.commit(states, tuple(new or old for new, old in zip(found, before, strict=True)))
-        for handle in bench.step.residuals:
+        for handle in filter(None, bench.step.residuals):
             bench.pool.check(handle.reference)
-        counts.append(bench.files("residual.0.[01]"))
+        counts.append([bench.files(role) for role in ("gradient", "state", "residual.0.[01]")])
     assert counts[3:] == [counts[3]] * 13
-    assert counts[-1] == 2 * 2  # two versions, two attempts
+    gradients, _, residuals = counts[-1]
+    assert gradients == 2 * 2  # two replicas, two attempts
+    assert residuals == 2 * 2 * compressed  # two versions, two attempts
 
 
-def test_a_replica_without_its_residual_reports_it(compressing):
-    bench = compressing
+@pytest.mark.parametrize("bench", [sparkdl.PowerSGD(2)], indirect=True, ids=str)
+def test_a_replica_without_its_residual_reports_it(bench):
     gradients = [bench.forward_backward(m) for m in range(2)]
     mine, other = residuals_of(gradients)
     foreign = replace(mine, reference=replace(mine.reference, node_id="elsewhere"))

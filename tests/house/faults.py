@@ -72,7 +72,7 @@ FAULTS = {
     ),
     "large tensors are cut as small ones are": Fault(
         "slices/optimizer_probe.py",
-        "if all(rule.elementwise for rule in rules):",
+        'if all(kind == "element" for kind in kinds):',
         "if False:",
         "parity/test_optimizers.py",
     ),

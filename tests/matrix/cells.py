@@ -53,6 +53,8 @@ class Cell:
     suite: tuple[str, ...] = SUITE
     python: str = HERE
     """Another version than that of the environment has a stand-in for torch."""
+    forks: bool = True
+    """Programs of tests are forks. Below pyarrow 15 a fork crashes after its last line."""
 
     @property
     def stamp(self) -> str:
@@ -68,7 +70,9 @@ VERSIONS = {
 MATRIX = {
     **VERSIONS,
     "oldest": Cell(
-        ("pyspark==3.5.0", "pyarrow==14.0.0", "pandas==2.2.0", "numpy==1.26.0"), (*ENGINES, *DOORS)
+        ("pyspark==3.5.0", "pyarrow==14.0.0", "pandas==2.2.0", "numpy==1.26.0"),
+        (*ENGINES, *DOORS),
+        forks=False,
     ),
     "oldest-4.3": Cell(("pyarrow==18.0.0", "pandas==2.2.0", "numpy==1.26.0")),
     "pandas-3": Cell(("pandas==3.1.1",)),
@@ -115,10 +119,15 @@ def interpreter(version: str) -> str | None:
     return there[-1] if there else shutil.which(f"python{version}")
 
 
-def environment(python: Path) -> dict[str, str]:
+def environment(python: Path, forks: bool = True) -> dict[str, str]:
     """The variables with which programs run in a cell."""
     names = ("SPARK_HOME", "SPARK_CONF_DIR", "PYTHONPATH", "PYSPARK_DRIVER_PYTHON")
     kept = {name: value for name, value in os.environ.items() if name not in names}
+    if not forks:
+        fresh = python.with_name("fresh")
+        if not fresh.exists():
+            fresh.symlink_to("python")
+        kept["SPARKDL_TESTS_FORKS"] = str(python.parent)
     return {
         **kept,
         "PYSPARK_PYTHON": str(python),
@@ -134,7 +143,7 @@ def run(name: str, *options: str) -> tuple[int, str]:
     done = subprocess.run(
         [*command, *MATRIX[name].suite, *options],
         cwd=ROOT,
-        env=environment(python),
+        env=environment(python, MATRIX[name].forks),
         capture_output=True,
         text=True,
     )

@@ -181,10 +181,16 @@ def test_modules_keep_the_mode_in_which_they_arrive(name, caplog):
     assert told == (name in ("the whole model, some of it frozen", "a part that trains"))
 
 
+FREEZES = (
+    'freeze: no parameter matches "encoder.firts". Did you mean "encoder.first.bias"? The model has '
+    "encoder.first.weight, encoder.first.bias,"
+)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"freeze": ["encoder.firts"]}, 'freeze: no parameter matches "encoder.firts".'),
+        ({"freeze": ["encoder.firts"]}, FREEZES),
         ({"unfreeze": ["*.wieght"]}, 'unfreeze: no parameter matches "*.wieght".'),
         ({"freeze": ["*"]}, "no trainable parameter"),
         ({"activation_checkpointing": ["encodr"]}, 'matches "encodr". Did you mean "encoder"?'),

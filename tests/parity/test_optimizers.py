@@ -19,7 +19,7 @@ import torch
 from launch import in_turn
 from mistakes import message_of
 from noisy import Noisy
-from own_optimizers import Rounded, ScheduleFree
+from own_optimizers import OddSizes, Rounded, ScheduleFree, by_role
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
@@ -48,18 +48,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-class Net(nn.Module):
-    """Odd sizes, a scalar, a frozen parameter, buffers of both kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 7)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.norm = nn.BatchNorm1d(7)
-        self.last = nn.Linear(7, 30, bias=False)
-
-
 class Embedded(nn.Module):
     """Two tables with sparse gradients before and after a dense layer."""
 
@@ -80,18 +68,6 @@ class Wide(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.5))
 
 
-def by_role(kind: type[optim.Optimizer], **weights: Any) -> Callable[..., Any]:
-    """A function of the module that forms two groups: ``weights`` for weights, biases without."""
-
-    def make(module: nn.Module) -> optim.Optimizer:
-        named = dict(module.named_parameters())
-        biases = [p for name, p in named.items() if name.endswith("bias")]
-        others = [p for name, p in named.items() if not name.endswith("bias")]
-        return kind([{"params": biases, "lr": 0.01}, {"params": others, **weights}], lr=0.1)
-
-    return make
-
-
 def by_hand(module: nn.Module) -> list[optim.Optimizer]:
     """Two optimizers that a function returns; ``last`` is in neither and stays."""
     return [
@@ -107,7 +83,7 @@ class Row:
     make: Any
     whole: bool = False
     single: bool = False
-    net: Callable[[], nn.Module] = Net
+    net: Callable[[], nn.Module] = OddSizes
 
 
 ROWS: dict[str, Row] = {
@@ -397,7 +373,7 @@ def test_one_that_keeps_its_state_or_draws_at_random_is_not(make: Any) -> None:
     assert torch.equal(torch.get_rng_state(), drawn) or make is not InState
 
 
-@pytest.mark.parametrize("net", [Net, Embedded])
+@pytest.mark.parametrize("net", [OddSizes, Embedded])
 def test_cuts_go_through_parameters(net: Callable[[], nn.Module]) -> None:
     """Else the tests above would not test what they say."""
     flat = FlatModule(net())

@@ -32,8 +32,7 @@ from feature_runs import (
     weighted,
 )
 from launch import in_turn
-from mistakes import message_of
-from sklearn.utils.class_weight import compute_class_weight
+from lazily import Lazily
 from torch import nn
 
 import sparkdl
@@ -41,6 +40,7 @@ from sparkdl.data import samples as samples_module
 
 pytestmark = pytest.mark.parity
 cuts = pytest.mark.parametrize(("sizes", "slices"), CUTS, ids=str)
+class_weight = Lazily("sklearn.utils.class_weight")
 OF_CLASSES = [0.3, 2.5, 1.0]
 TABLE = torch.tensor(OF_CLASSES, dtype=torch.float64)
 
@@ -141,7 +141,7 @@ def test_balanced_class_weights_are_those_of_scikit_learn():
     parts = Parts.of((30, 2, 0, 11), rare)
     trainer = trainer_of((30, 2, 0, 11), 3, class_weights="balanced")
     labels = np.array([record["label"] for part in parts.records for record in part])
-    weights = compute_class_weight("balanced", classes=np.arange(CLASSES), y=labels)
+    weights = class_weight.compute_class_weight("balanced", classes=np.arange(CLASSES), y=labels)
     table = torch.tensor(weights)
     as_plain_torch(
         trainer, parts, lambda m, p: F.cross_entropy(m(*p.inputs), *p.targets, weight=table)
@@ -266,37 +266,6 @@ def by_hand(output, target):
     return ((output - target) ** 2).mean(dim=1)
 
 
-def with_reduction(output, target, reduction="mean"):
-    values = (output - target).abs()
-    return values if reduction == "none" else values.mean()
-
-
-@pytest.mark.parametrize(
-    ("loss", "each"),
-    [
-        (nn.MSELoss(), lambda o, t: ((o - t) ** 2).mean(1)),
-        (F.smooth_l1_loss, lambda o, t: F.smooth_l1_loss(o, t, reduction="none").mean(1)),
-        (by_hand, by_hand),
-        (with_reduction, lambda o, t: (o - t).abs().mean(1)),
-    ],
-    ids=["module", "function", "by sample", "own reduction"],
-)
-def test_every_kind_of_loss_can_be_weighted(loss, each):
-    sizes = (15, 14, 14)
-
-    def row(g):
-        return sparkdl.Sample(g.normal(size=WIDTH), g.normal(size=CLASSES), float(g.gamma(2.0)))
-
-    parts = Parts.of(sizes, row)
-    trainer = trainer_of(sizes, 2, loss=loss, weight="weight")
-
-    def reference(module, part):
-        values = each(module(*part.inputs), *part.targets)
-        return (values * part.weights).sum() / part.weights.sum()
-
-    as_plain_torch(trainer, parts, reference)
-
-
 def with_zeros(sizes, chosen):
     """Partitions whose ``chosen`` have only samples of weight 0, and the others none."""
     parts = Parts.of(sizes, lambda g: replace(classified(g), weight=float(g.gamma(2.0))))
@@ -341,19 +310,6 @@ def test_batches_without_any_weight_change_no_parameter(changes):
             assert torch.equal(tensor, start[name]), name
 
 
-def test_data_without_any_weight_are_refused():
-    sizes = (22, 21)
-    assert message_of(
-        sparkdl.DataError,
-        fit_here,
-        trainer_of(sizes, 2, weight="weight"),
-        with_zeros(sizes, {0, 1}),
-    ) == (
-        'field "weight": all weights are 0, so no sample counts. Give some rows a weight above 0, '
-        "or train with weight=None."
-    )
-
-
 def rarely_weighted(generator):
     return replace(classified(generator), weight=float(generator.random() < 0.3))
 
@@ -377,12 +333,3 @@ def test_local_steps_count_replicas_by_their_weights(sizes, slices):
     parts, sgd = Parts.of(sizes, weighted), partial(torch.optim.SGD, lr=0.1)
     trainer = trainer_of(sizes, slices, weight="weight", local_steps=2, optimizer=sgd)
     as_plain_torch(trainer, parts, weighted_cross_entropy, reference=several_steps, mass=mass_of)
-
-
-def test_weights_need_a_value_for_each_sample():
-    parts = Parts.of((10,), lambda g: classified(g))
-    with pytest.raises(sparkdl.ModelError, match="need a loss value for each sample"):
-        fit_here(
-            trainer_of((10,), loss=lambda o, t: F.cross_entropy(o, t), class_weights=[1, 2, 3]),
-            parts,
-        )

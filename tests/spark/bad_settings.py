@@ -110,19 +110,6 @@ PATHS = [
         "all executors share.",
     ),
     parameter_error(
-        "checkpoints without a path",
-        lambda fit: fit(fit.good(), checkpoint=sparkdl.Checkpoint(" ", keep=0)),
-        "2 problems:\n"
-        "  - Checkpoint path=' ': give a folder, such as \"/shared/run-1\" or "
-        '"s3://bucket/run-1".\n'
-        "  - Checkpoint keep=0: give a whole number of at least 1, or None for all.",
-    ),
-    parameter_error(
-        "checkpoint by path",
-        lambda fit: fit(fit.good(), checkpoint="/shared/run"),
-        'checkpoint is a str: give sparkdl.Checkpoint("path").',
-    ),
-    parameter_error(
         "latest of nothing",
         lambda fit: fit(fit.good(), resume="latest"),
         'resume="latest" means the latest checkpoint in '
@@ -139,12 +126,6 @@ PATHS = [
         lambda fit: fit(fit.good(), resume=file(fit)),
         CheckpointError,
         "cannot list {tmp}/file: Not a directory.",
-    ),
-    parameter_error(
-        "weights that are not there",
-        lambda fit: fit(fit.good(), weights=fit.tmp / "none"),
-        'weights="{tmp}/none" cannot be read as a safetensors file (No such file or '
-        "directory). Give its path, or a state_dict.",
     ),
 ]
 

@@ -11,7 +11,6 @@ from pyspark.sql import functions
 from torch import nn
 
 import sparkdl
-from sparkdl.metrics.named import METRICS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -72,12 +71,6 @@ USES = [
         "postprocess returned a tensor of shape [] for a batch of 2 rows: it must return a tensor "
         "with one value for each row, of shape [2, ...], as partial(torch.argmax, dim=1) does.",
     ),
-    parameter_error(
-        "unknown metric",
-        lambda t: t.model.evaluate(t.good(), metrics=["acuracy"]),
-        'unknown metric "acuracy". Did you mean "accuracy"? '
-        f"Known: {', '.join(['loss', *METRICS])}, or a sparkdl.Metric or torchmetrics.Metric.",
-    ),
     data_error(
         "evaluate without the label",
         lambda t: t.model.evaluate(t.good().drop("label")),
@@ -121,17 +114,6 @@ USES = [
         jobs=1,
     ),
     parameter_error(
-        "metrics by name",
-        lambda t: t.model.evaluate(t.good(), metrics="mae"),
-        "metrics='mae': give a list, such as metrics=['mae'].",
-    ),
-    parameter_error(
-        "metric by number",
-        lambda t: t.model.evaluate(t.good(), metrics=[5]),
-        "unknown metric 5 (int). Give a name, a sparkdl.Metric, a torchmetrics.Metric, or a "
-        "pair (name, metric).",
-    ),
-    parameter_error(
         "metric of classes",
         lambda t: t.model.evaluate(t.good(), metrics=["top5"]),
         'metric "top5" failed: …',
@@ -142,12 +124,6 @@ USES = [
         lambda t: t.model.transform(t.good(), prediction_col="LABEL"),
         'the DataFrame already has a column "label": drop it, or choose another name with '
         "prediction_col=.",
-    ),
-    data_error(
-        "transform of two columns of one name",
-        lambda t: t.model.transform(t.good().selectExpr("features", "label", "n Features")),
-        'column "features" is ambiguous, the DataFrame has features and Features: rename or '
-        "drop all but one.",
     ),
     parameter_error(
         "postprocess of complex numbers",
@@ -193,21 +169,6 @@ USES = [
         lambda t: t.model.evaluate(t.rdd("a", "b")),
         'field "record", row 0 of partition 0: is a str. Give (features, label) pairs or '
         "sparkdl.Sample(features, label).",
-        jobs=1,
-    ),
-    data_error(
-        "evaluate records of two shapes",
-        lambda t: t.model.evaluate(t.rdd(*[([1.0, 2.0], 1.0)] * 3, ([1.0], 1.0))),
-        'field "features", row 1 of partition 1: is float32[1] where row 0 is float32[2]. Every '
-        "row must have the same shape: filter out, pad or truncate such rows.",
-        jobs=1,
-    ),
-    data_error(
-        "evaluate records of two widths",
-        lambda t: t.model.evaluate(t.rdd(*[([1.0, 2.0], 1.0)] * 3, (([1.0], [2.0]), 1.0))),
-        'field "features", row 1 of partition 1: has features[0], features[1], label where row 0 '
-        "has features, label. Every row must have the same shape: filter out, pad or truncate such "
-        "rows.",
         jobs=1,
     ),
 ]

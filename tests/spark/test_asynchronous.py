@@ -248,27 +248,6 @@ def test_buffers_do_not_pile_up(data: Any, slabs: Any) -> None:
     assert max(buffers.counts[20:]) <= max(buffers.counts[:20]) + 2
 
 
-REFUSED = {
-    "gang": ({"engine": "gang"}, 'with engine="gang": its ranks sum gradients at every step'),
-    "local steps": ({"local_steps": 2}, "with local_steps=2: after local steps the optimizer"),
-    "compression": ({"compression": sparkdl.TopK()}, "with compression: it delays parts"),
-    "fp16": ({"precision": "fp16"}, 'with precision="fp16": the loss scale is one'),
-    "ema": ({"ema": 0.9}, "with ema=0.9: its decay is one"),
-    "histograms": ({"histograms": sparkdl.every(2)}, "with histograms: there is no gradient of"),
-    "clip_norm": ({"clip_norm": 1.0}, "with clip_norm=1.0: slices would wait"),
-    "quorum": ({"consistency": sparkdl.Asynchronous(quorum=0)}, "Asynchronous: quorum=0: give a"),
-    "scale": ({"consistency": sparkdl.Asynchronous(scale="half")}, "scale='half': give \"auto\""),
-    "groups": ({"consistency": sparkdl.Asynchronous(groups=2), "replicas": 3}, "with 3 replicas"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_go_with_it(case: str) -> None:
-    changes, said = REFUSED[case]
-    with pytest.raises(sparkdl.ParameterError, match=said):
-        trainer(**changes)
-
-
 @pytest.mark.soak
 def test_what_cannot_be_replayed(data: Any, delays: Any, tmp_path: Path) -> None:
     live = at_once(engine="local").fit(data)

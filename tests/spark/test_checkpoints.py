@@ -219,21 +219,6 @@ class Counter(sparkdl.Callback):
         self.iterations += 1
 
 
-@pytest.mark.parametrize("engine", ["local", "shuffle"])
-def test_a_path_that_cannot_be_written_is_found_before_the_data_are_read(
-    df, tmp_path, num_jobs, engine
-):
-    (tmp_path / "file").write_text("")
-    jobs = num_jobs()
-    with pytest.raises(sparkdl.CheckpointError) as caught:
-        trainer(tmp_path / "file" / "run", engine=engine).fit(df)
-    assert str(caught.value) == (
-        f"cannot make the folder {tmp_path}/file/run: Not a directory. Give Checkpoint(path) a folder "
-        "that can be written, on a file system that the driver and all executors share."
-    )
-    assert num_jobs() == jobs
-
-
 def test_nothing_is_left_in_the_folder_of_a_run_without_a_checkpoint(df, tmp_path):
     """Where folders were tried, and no iteration was made."""
     trainer(tmp_path / "run", callbacks=[StopAtOnce()]).fit(df)

@@ -305,24 +305,6 @@ def test_a_checkpoint_knows_its_consistency_model(fit: Any, tmp_path: Path) -> N
         fit(None, checkpoint=checkpoint, resume="latest")
 
 
-REFUSED = {
-    "gang": ({"engine": "gang"}, 'with engine="gang": its ranks have one version of the weights'),
-    "local steps": (
-        {"local_steps": 2},
-        "with local_steps=2: after local steps the optimizer state",
-    ),
-    "compression": ({"compression": sparkdl.TopK()}, "with compression: it delays parts of the"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_go_with_stale_gradients(case: str) -> None:
-    changes, said = REFUSED[case]
-    with pytest.raises(sparkdl.ParameterError, match=said):
-        trainer(consistency=sparkdl.StaleSynchronous(), **changes)
-    trainer(consistency=sparkdl.StaleSynchronous(staleness=0), **changes)
-
-
 def test_what_is_no_consistency_model() -> None:
     for wrong in (-1, 1.5, True, 1 << 16):
         with pytest.raises(

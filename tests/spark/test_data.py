@@ -145,25 +145,6 @@ def test_a_column_becomes_its_tensor(reader: Reader, here: bool) -> None:
         assert sorted_rows(found) == sorted_rows(np.array(values, dtype=dtype))
 
 
-@pytest.mark.parametrize(
-    "vectors",
-    [
-        [Vectors.dense([1.0, 0.0, 2.0]), Vectors.dense([0.0, 0.0, 3.0])],
-        [Vectors.sparse(3, {0: 1.0, 2: 2.0}), Vectors.sparse(3, {})],
-        [Vectors.dense([1.0, 0.0, 2.0]), Vectors.sparse(3, {1: 4.0}), Vectors.sparse(3, [], [])],
-        [Vectors.sparse(3, [2], [1.0])],
-    ],
-    ids=["dense", "sparse", "mixed", "one"],
-)
-def test_vectors(reader: Reader, vectors: list[Any]) -> None:
-    rows = [(vector, i) for i, vector in enumerate(vectors)]
-    data = reader.spark.createDataFrame(rows, ["v", "i"])
-    x, i = reader.rows(reader.samples(data, ["v"], ["i"], replicas=1))
-    np.testing.assert_array_equal(
-        x[np.argsort(i)], np.array([v.toArray() for v in vectors], dtype=np.float32)
-    )
-
-
 def test_float64_models_get_float64(reader: Reader) -> None:
     data = reader.spark.createDataFrame([(1 / 3, Vectors.dense([1 / 3]))] * 2, ["x", "v"])
     x, v = reader.rows(reader.samples(data, ["x"], ["v"], dtype="float64", here=True))
@@ -357,12 +338,6 @@ def test_more_replicas_than_rows(reader: Reader) -> None:
     samples = reader.samples(numbers(reader.spark, 2, count=2), replicas=5)
     assert len(samples.counts) == 5
     assert sum(samples.counts) == 2
-
-
-def test_duplicated_rows_are_all_there(reader: Reader) -> None:
-    data = numbers(reader.spark, 2, count=6)
-    samples = reader.samples(data.union(data).union(data), replicas=2)
-    assert sorted_rows(reader.rows(samples)[0][:, 0]) == sorted([*map(float, range(6))] * 3)
 
 
 EQUAL = {

@@ -151,37 +151,6 @@ def test_it_goes_on_after_a_loss_and_from_a_checkpoint(
     assert same(local.module, whole.module)
 
 
-REFUSED = {
-    "split": (
-        {"engine": "gang", "strategy": "fsdp"},
-        'DiLoCo with strategy="fsdp": a replica takes steps by itself, so each rank needs the whole',
-    ),
-    "batch norm of all": (
-        {"engine": "gang", "sync_batchnorm": True},
-        "DiLoCo with sync_batchnorm=True: replicas do not wait",
-    ),
-    "local steps": ({"local_steps": 2}, "with local_steps=2: inner_steps says how many"),
-    "compression": ({"compression": sparkdl.TopK()}, "with compression: a replica keeps the state"),
-    "fp16": ({"precision": "fp16"}, 'with precision="fp16": a loss scale that overflows'),
-    "no steps": ({"consistency": sparkdl.DiLoCo(inner_steps=0)}, "DiLoCo: inner_steps=0: give"),
-    "no outer": (
-        {"consistency": sparkdl.DiLoCo(outer_optimizer=None)},
-        "DiLoCo: outer_optimizer=None: give a torch.optim class",
-    ),
-    "a built outer optimizer": (
-        {"consistency": sparkdl.DiLoCo(outer_optimizer=torch.optim.SGD([torch.zeros(1)]))},
-        "DiLoCo: outer_optimizer=<SGD object>: give a torch.optim class",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_go_with_it(case: str) -> None:
-    changes, said = REFUSED[case]
-    with pytest.raises(sparkdl.ParameterError, match=said):
-        trainer(**changes)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [

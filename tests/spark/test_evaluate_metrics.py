@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torchmetrics as tm
 from launch import in_turn, soak_but
+from lazily import Lazily
 from pyspark import cloudpickle
-from sklearn.metrics import f1_score, ndcg_score, roc_auc_score
 from torch import nn
 
 import sparkdl
@@ -22,6 +21,7 @@ from sparkdl import ParameterError
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+sk, tm = Lazily("sklearn.metrics"), Lazily("torchmetrics")
 
 
 def fitted(data: Any, outputs: int, label: str, loss: Any) -> sparkdl.TrainedModel:
@@ -105,10 +105,10 @@ def test_any_number_of_partitions(
     expected = {
         "loss": float(nn.functional.cross_entropy(scores, target)),
         "top@2": float((top2 == target[:, None]).any(dim=1).double().mean()),
-        "ndcg@3": ndcg_score(np.eye(4)[target], scores.numpy(), k=3),
+        "ndcg@3": sk.ndcg_score(np.eye(4)[target], scores.numpy(), k=3),
         "order": float((np.diff(scores[:, 0]) > 0).sum()),
-        "f1": f1_score(target, scores.argmax(dim=1), average="macro"),
-        "auroc": roc_auc_score(target, scores.softmax(dim=1), multi_class="ovr"),
+        "f1": sk.f1_score(target, scores.argmax(dim=1), average="macro"),
+        "auroc": sk.roc_auc_score(target, scores.softmax(dim=1), multi_class="ovr"),
     }
     assert list(found) == list(expected)
     assert found == pytest.approx(expected, rel=1e-5)
@@ -122,7 +122,7 @@ def test_auc(table: Any, outputs: int) -> None:
     rows = table.collect()
     output = model.module(torch.tensor([row.x for row in rows])).detach()
     score = output[:, 0] if outputs == 1 else output[:, 1].double() - output[:, 0].double()
-    expected = roc_auc_score([row.b for row in rows], score)
+    expected = sk.roc_auc_score([row.b for row in rows], score)
     for partitions in (2, 3):
         found = model.evaluate(data.repartition(partitions), ["auc", "accuracy"], batch_size=4)
         assert found["auc"] == pytest.approx(expected, abs=1e-6)
@@ -135,7 +135,7 @@ def test_relevances_as_the_label(table: Any) -> None:
     scores = model.module(torch.tensor([row.x for row in rows])).detach().numpy()
     worth = np.array([row.worth for row in rows])
     found = model.evaluate(table, ["ndcg@2", "hit_ratio@1"])
-    assert found["ndcg@2"] == pytest.approx(ndcg_score(worth, scores, k=2), abs=1e-6)
+    assert found["ndcg@2"] == pytest.approx(sk.ndcg_score(worth, scores, k=2), abs=1e-6)
     hits = worth[np.arange(len(rows)), scores.argmax(axis=1)] > 0
     assert found["hit_ratio@1"] == pytest.approx(hits.mean())
 
@@ -206,11 +206,11 @@ def test_the_threshold_of_a_classifier(table: Any) -> None:
         best = sparkdl.tune.threshold(model, data)
         rows = model.transform(data, postprocess=best).collect()
         truth = [row.b for row in rows]
-        assert f1_score(truth, [row.prediction for row in rows]) == pytest.approx(best.value)
+        assert sk.f1_score(truth, [row.prediction for row in rows]) == pytest.approx(best.value)
         scores = [
             float(row.prediction) for row in model.transform(data, postprocess=_sure).collect()
         ]
-        values = [f1_score(truth, np.array(scores) >= cut) for cut in scores]
+        values = [sk.f1_score(truth, np.array(scores) >= cut) for cut in scores]
         assert best.value == pytest.approx(max(values))
         of_doubles = data.selectExpr("x", "b * 1.0D AS y")  # as pyspark.ml has its labels
         assert outputs == 1 or sparkdl.tune.threshold(model, of_doubles) == best

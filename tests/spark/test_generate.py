@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import small_text
 import torch
-import transformers
+from lazily import Lazily
 
 import sparkdl
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
+transformers = Lazily("transformers")
 WORDS = small_text.WORDS.split()
 PROMPTS = [" ".join(WORDS[i * k % len(WORDS)] for k in range(1, 2 + i % 7)) for i in range(14)]
 SHORT: dict[str, Any] = {"max_new_tokens": 6}

@@ -303,37 +303,3 @@ def test_an_iteration_that_is_not_finite_is_skipped_by_all(spark: Any) -> None:
     here, there = trainer(replicas=2, **changes).fit(placed), trainer(**GANG, **changes).fit(placed)
     assert [record["skipped"] for record in there.history].count(True) == 2
     assert same(there.module, here.module)
-
-
-REFUSED = {
-    "shuffle": ({"engine": "shuffle"}, 'with engine="shuffle": its tasks have no connections'),
-    "zero1": (
-        {"engine": "gang", "strategy": "zero1"},
-        'with strategy="zero1": each rank updates all of its own weights',
-    ),
-    "split": (
-        {"engine": "gang", "strategy": "fsdp"},
-        'with strategy="fsdp": a replica takes steps by itself',
-    ),
-    "local steps": ({"local_steps": 2}, "with local_steps=2: leave one"),
-    "compression": ({"compression": sparkdl.TopK()}, "with compression: there is no gradient"),
-    "ema": ({"ema": 0.9}, "with ema: there is no"),
-    "histograms": ({"histograms": sparkdl.every(2)}, "with histograms: there is no"),
-    "fp16": ({"precision": "fp16"}, 'with precision="fp16": replicas scale no loss'),
-    "fp16 sent": ({"wire": "fp16"}, 'with wire="fp16": weights may be too large'),
-    "batch norm of all": (
-        {"engine": "gang", "sync_batchnorm": True},
-        "with sync_batchnorm=True: replicas are apart",
-    ),
-    "no topology": (
-        {"consistency": sparkdl.Gossip(topology="rings")},
-        r"""Gossip: topology='rings': use one of ring, exponential, complete. Did you mean "ring"\?""",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_go_with_it(case: str) -> None:
-    changes, said = REFUSED[case]
-    with pytest.raises(sparkdl.ParameterError, match=said):
-        trainer(**changes)

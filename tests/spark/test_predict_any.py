@@ -18,8 +18,8 @@ import pytest
 import safetensors.torch
 import small_text
 import torch
-import transformers
 from launch import soak_but
+from lazily import Lazily
 from scored_models import (
     Boxes,
     Columns,
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
+transformers = Lazily("transformers")
 ROWS = 60
 POINTS = np.random.default_rng(1).normal(size=(ROWS, 3)).astype(np.float32)
 LENGTHS = [1 + 7 * number % 11 for number in range(ROWS)]

@@ -211,12 +211,6 @@ def test_several_inputs(table: Any) -> None:
     close(predictions(model.transform(table)), expected)
 
 
-def test_more_rows_than_an_arrow_batch(spark: Any) -> None:
-    data = spark.range(0, 10_500, 1, 1).selectExpr("id as i", "array(float(id), 1f) as x")
-    model = trained(nn.Linear(2, 1))
-    close(predictions(model.transform(data)), model.module(inputs_of(data, "x")))
-
-
 @pytest.mark.parametrize(
     ("module", "finish", "kind", "dtype"),
     [
@@ -327,20 +321,6 @@ def test_a_stream_into_a_table(spark: Any, table: Any, stream: Any, tmp_path: Pa
     assert query.awaitTermination(60)
     expected = model.module(inputs_of(table, "x")).argmax(dim=1)
     close(predictions(spark.table("classes")), expected)
-
-
-def test_a_stream_batch_by_batch(table: Any, stream: Any, tmp_path: Path) -> None:
-    model, seen = trained(linear()), []
-    query = (
-        model.transform(stream)
-        .writeStream.foreachBatch(lambda batch, number: seen.extend(batch.collect()))
-        .option("checkpointLocation", str(tmp_path / "checkpoint"))
-        .trigger(availableNow=True)
-        .start()
-    )
-    assert query.awaitTermination(60)
-    found = np.array([row.prediction for row in sorted(seen, key=lambda row: row.i)])
-    close(found, model.module(inputs_of(table, "x")))
 
 
 # How the module travels

@@ -258,34 +258,6 @@ def test_going_on_from_a_checkpoint(data: Any, tmp_path: Path, kind: str) -> Non
     assert same(whole.module, again.module)
 
 
-REFUSED = {
-    "gang": ({"engine": "gang"}, 'with engine="gang": its ranks sum gradients while they compute'),
-    "local steps": ({"local_steps": 2}, "with local_steps=2: a replica that left out steps"),
-    "few parts": ({"accumulate": 3}, "with accumulate=3: a replica stops between micro-batches"),
-    "all": ({"consistency": sparkdl.Synchronous(drop_stragglers=1)}, "drop_stragglers=1: give the"),
-    "true": ({"consistency": sparkdl.Synchronous(drop_stragglers=True)}, "drop_stragglers=True: "),
-    "gang, inner steps": (
-        {**ROUNDS, "engine": "gang"},
-        'with drop_stragglers=0.5 and engine="gang": its ranks sum what their steps have moved',
-    ),
-    "few inner steps": (
-        {"consistency": sparkdl.DiLoCo(inner_steps=3, drop_stragglers=0.25)},
-        "inner_steps=3 with drop_stragglers=0.25: a replica stops between its steps",
-    ),
-    "all of a round": (
-        {"consistency": sparkdl.DiLoCo(drop_stragglers=1)},
-        "drop_stragglers=1: give the share of the rows that a round may leave out, above 0 and",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_go_with_it(case: str) -> None:
-    changes, said = REFUSED[case]
-    with pytest.raises(sparkdl.ParameterError, match=said):
-        trainer(**changes)
-
-
 def test_what_cannot_be_replayed(data: Any, virtual: None) -> None:
     slow = partial(Slow, virtual_time.sleep, 1.0)
     history = trainer(engine="local", model=slow).fit(data).history

@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from launch import soak_but
+from lazily import Lazily
 from pyspark import cloudpickle
 from torch import nn
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 tokenizers = pytest.importorskip("tokenizers")
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+transformers = Lazily("transformers")
+peft = Lazily("peft")
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests

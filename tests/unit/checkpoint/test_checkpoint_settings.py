@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import message_of
 from torch import nn
 
 import sparkdl
@@ -44,8 +45,12 @@ def test_mistakes_are_told(values: dict, says: str) -> None:
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    with pytest.raises(sparkdl.ParameterError, match="2 problems"):
-        sparkdl.Checkpoint("run", every=3, keep=-1)  # type: ignore[arg-type]
+    assert message_of(sparkdl.ParameterError, sparkdl.Checkpoint, " ", keep=0) == (
+        "2 problems:\n"
+        "  - Checkpoint path=' ': give a folder, such as \"/shared/run-1\" or "
+        '"s3://bucket/run-1".\n'
+        "  - Checkpoint keep=0: give a whole number of at least 1, or None for all."
+    )
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,7 @@ def read_trials(root: Path) -> list[Any]:
     return [*map(str, search.records.values()), str(weights), str(list(history))]
 
 
-SPECS = [
-    KeySpec.shared("w", 0, [6, 4], torch.float32, 2),
-    KeySpec.shared("b", 1, [5], torch.float64, 2),
-]
+SPECS = [KeySpec.of("w", 0, [6, 4], torch.float32, 2), KeySpec.of("b", 1, [5], torch.float64, 2)]
 
 
 def adam(values: list[torch.Tensor]) -> torch.optim.Optimizer:

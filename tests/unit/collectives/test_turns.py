@@ -95,7 +95,7 @@ def test_an_order_of_another_run_is_told():
 
 @given(st.integers(0, 20), st.integers(1, 5), st.integers(0, 7))
 def test_every_row_has_one_place(rows, places, number):
-    spec = KeySpec.of("key", number, torch.zeros(rows, 2), places)
+    spec = KeySpec.of("key", number, (rows, 2), torch.float32, places)
     covered = sorted(row for p in range(places) for row in range(rows)[spec.range_of(p)])
     assert covered == list(range(rows))
     assert {p for p in range(places) if spec.range_shape(p)[0]} == set(spec.places)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import decimal
 import json
 from typing import Any
 
@@ -102,16 +101,6 @@ def test_numbers_of_each_type(kind: pa.DataType, values: list[Any], dtype: str) 
     found = to_numpy(pa.array(values, kind), Column("x", dtype))
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, np.array(values, dtype))
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_decimals_become_floats(depth: int) -> None:
-    values: Any = [decimal.Decimal("1.25"), decimal.Decimal("-3.50")]
-    kind = pa.decimal128(10, 2)
-    array = pa.array([values] if depth else values, lists(depth, kind))
-    found = to_numpy(array, Column("x", "float32", depth))
-    assert found.dtype == np.float32
-    assert found.tolist() == ([[1.25, -3.5]] if depth else [1.25, -3.5])
 
 
 @quick

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from lazily import Lazily
 from pyspark.sql import types as sql
 
 from sparkdl import Sequence, Text
@@ -18,7 +19,7 @@ from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import check_specs, columns_of
 
 tokenizers = pytest.importorskip("tokenizers")
-transformers = pytest.importorskip("transformers")
+transformers = Lazily("transformers")
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 TEXTS = ["good film", "a very good film , a film to see", "bad", "unheard of"]

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import summary_runs as runs
 import torch
+from lazily import Lazily
 from torch import nn
 from trained import trained_model
 
@@ -22,9 +23,9 @@ from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding
 from sparkdl.infer.outputs import Output
 
-mlflow = pytest.importorskip("mlflow")
-pyfunc = pytest.importorskip("mlflow.pyfunc")
-pytorch = pytest.importorskip("mlflow.pytorch")
+mlflow = Lazily("mlflow")
+pyfunc = Lazily("mlflow.pyfunc")
+pytorch = Lazily("mlflow.pytorch")
 pytestmark = pytest.mark.usefixtures("mlflow_store")
 
 

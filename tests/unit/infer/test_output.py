@@ -52,7 +52,7 @@ def test_an_output_becomes_the_column_that_was_declared(
     output = Output.of(tensor)
     assert output == Output(shape[1:], str(dtype).removeprefix("torch."))
     depth = len(shape) - 1
-    assert output.sql_type == "array<" * depth + sql + ">" * depth
+    assert sql_type(output.kind).simpleString() == "array<" * depth + sql + ">" * depth
     column = to_arrow(as_numpy(tensor))
     kind = arrow
     for _ in range(depth):
@@ -135,9 +135,9 @@ NESTED: dict[str, tuple[list[object], list[object] | None, str]] = {
     "entities": (
         [[{"of a": "x", "at": torch.tensor([1, 2])}], [{"of a": "y"}], []],
         [[{"of a": "x", "at": [1, 2]}], [{"of a": "y", "at": None}], []],
-        "array<struct<`of a`:string,`at`:array<bigint>>>",
+        "array<struct<of a:string,at:array<bigint>>>",
     ),
-    "a struct that is null": ([None, {"a": True}], [None, {"a": True}], "struct<`a`:boolean>"),
+    "a struct that is null": ([None, {"a": True}], [None, {"a": True}], "struct<a:boolean>"),
     "texts and numbers": (["a", 1], None, "it is string in one row and int64 in another"),
     "lists and numbers": ([[1], 1], None, "in one row and int64 in another"),
     "objects": ([object()], None, "a column cannot hold an object"),
@@ -152,7 +152,7 @@ def test_values_by_row(row: str) -> None:
             common_type(map(type_of, values))
         return
     kind = common_type(map(type_of, values))
-    assert sql_type(kind) == sql
+    assert sql_type(kind).simpleString() == sql
     found = to_nested(values, kind)
     assert found.type == kind
     assert found.to_pylist() == expected

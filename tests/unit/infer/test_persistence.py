@@ -698,15 +698,6 @@ def test_a_model_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert same_weights(load(folder).module, first.module)
 
 
-def test_replacing_a_model_leaves_nothing_of_the_first(tmp_path: Path) -> None:
-    folder = save(trained_on(lambda: Random()), tmp_path)
-    assert files(folder) == {*WITHOUT_PICKLE, "recipe.pkl", "buffers.safetensors"}
-    second = trained_on(partial(Net, 9))
-    save(second, folder, overwrite=True)
-    assert files(folder) == WITHOUT_PICKLE
-    assert same_weights(load(folder).module, second.module)
-
-
 def test_a_model_that_is_replaced_while_it_is_loaded(tmp_path: Path) -> None:
     first, second = trained_on(Net), trained_on(Net)
     with torch.no_grad():

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from mistakes import message_of
 from torch import nn
 
@@ -92,20 +90,6 @@ def test_errors_of_any_numbers(output: torch.Tensor, target: torch.Tensor) -> No
     sums, count = {"mae": np.abs(one - other), "mse": (one - other) ** 2}, float(len(one))
     for name, values in sums.items():
         assert mean(name).sums(output, target) == (values.sum(), count)
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=50), st.integers(1, 10))
-def test_batches_add_up(values: list[float], size: int) -> None:
-    output, target = torch.tensor(values), torch.zeros(len(values))
-    for metric in map(mean, ("accuracy", "top1", "mae", "mse")):
-        whole = metric.sums(output, target)
-        parts = [
-            metric.sums(output[i : i + size], target[i : i + size])
-            for i in range(0, len(values), size)
-        ]
-        assert sum(count for _, count in parts) == whole[1] == len(values)
-        assert sum(total for total, _ in parts) == pytest.approx(whole[0])
 
 
 def test_residuals_are_those_of_500_samples_in_whatever_batches() -> None:

@@ -13,11 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import ndcg_score, roc_auc_score
+from lazily import Lazily
 
 from sparkdl.metrics.named import hit_ratio, ndcg, resolve, top_k
 from sparkdl.metrics.scores import AUC
 
+sk = Lazily("sklearn.metrics")
 COARSE = st.integers(-3, 3).map(float)
 FINE = st.floats(-1e6, 1e6, width=32)
 
@@ -58,7 +59,7 @@ def test_auc_is_scikit_learns_for_any_cut(
             )
         states.append(pickle.loads(pickle.dumps(state)))
     merged = reduce(metric.merge, states, metric.start())
-    assert metric.value(merged) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
+    assert metric.value(merged) == pytest.approx(sk.roc_auc_score(labels, scores), abs=1e-12)
     assert metric.value(merged) == auc(scores, labels)
 
 
@@ -73,7 +74,7 @@ def test_the_state_of_auc_stays_small() -> None:
         )
     lengths = [len(run.scores) for run in state]
     assert all(a > 2 * b for a, b in itertools.pairwise(lengths))
-    assert metric.value(state) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
+    assert metric.value(state) == pytest.approx(sk.roc_auc_score(labels, scores), abs=1e-12)
     for _ in range(100):
         state = metric.update(state, torch.zeros(1000), torch.from_numpy(labels[:1000]))
     assert sum(len(run.scores) for run in state) <= 5000 + 2 * math.log2(5000)
@@ -82,7 +83,7 @@ def test_the_state_of_auc_stays_small() -> None:
 def test_auc_of_each_form_of_output() -> None:
     logits = torch.tensor([[0.0, 1.0], [2.0, 0.5], [0.0, -3.0], [1.0, 1.5]])
     target = torch.tensor([1, 0, 1, 0])
-    expected = roc_auc_score(target, logits.softmax(dim=1)[:, 1])
+    expected = sk.roc_auc_score(target, logits.softmax(dim=1)[:, 1])
     score = logits[:, 1] - logits[:, 0]
     assert auc(logits, target) == expected
     assert auc(score, target) == auc(score[:, None], target.float()[:, None]) == expected
@@ -122,7 +123,7 @@ def test_ndcg_is_scikit_learns(data: st.DataObject, rows: int, candidates: int, 
     relevance = torch.tensor(data.draw(st.lists(worth, min_size=rows, max_size=rows)))
     found = ndcg(scores, relevance, k)
     expected = [
-        ndcg_score(relevance[i : i + 1].numpy(), scores[i : i + 1].numpy(), k=k)
+        sk.ndcg_score(relevance[i : i + 1].numpy(), scores[i : i + 1].numpy(), k=k)
         for i in range(rows)
     ]
     assert found.dtype == torch.float64
@@ -132,7 +133,7 @@ def test_ndcg_is_scikit_learns(data: st.DataObject, rows: int, candidates: int, 
 def test_ndcg_of_one_relevant_candidate() -> None:
     scores = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [1.0, 1.0, 1.0]])
     number = torch.tensor([1.0, 2.0, 0.0])
-    expected = ndcg_score(np.eye(3)[[1, 2, 0]], scores.numpy(), k=2)
+    expected = sk.ndcg_score(np.eye(3)[[1, 2, 0]], scores.numpy(), k=2)
     for target in (number, number.long(), number[:, None]):
         assert float(ndcg(scores, target, 2).mean()) == pytest.approx(expected, abs=1e-12)
     assert ndcg(scores, number, 2).tolist()[:2] == pytest.approx([1 / math.log2(3), 0.0])

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torchmetrics as tm
 from fork_server import run_fresh
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lazily import Lazily
 from mistakes import message_of
-from sklearn import metrics as sk
-from sklearn.calibration import calibration_curve
-from sklearn.metrics import roc_auc_score
 from torch import nn
 
 from sparkdl.errors import ParameterError
@@ -30,6 +29,8 @@ from sparkdl.model.loss import MaskedLoss
 
 pytestmark = pytest.mark.filterwarnings("ignore:Metric .Spearman")
 
+sk, tm = Lazily("sklearn.metrics"), Lazily("torchmetrics")
+calibration = Lazily("sklearn.calibration")
 ROWS, CLASSES = 60, 3
 GENERATOR = torch.Generator().manual_seed(0)
 SCORES = torch.randn(ROWS, CLASSES, generator=GENERATOR)
@@ -71,7 +72,7 @@ def test_any_cut_gives_what_one_pass_gives(parts: Any) -> None:
     assert found["loss"] == pytest.approx(float(expected), rel=1e-6)
     binary = Scorer(None, tuple(resolve(["auc", "mae", "mse"])))
     assert binary.values(folded(binary, VALUES, BINARY, parts))["auc"] == pytest.approx(
-        roc_auc_score(BINARY, VALUES), abs=1e-12
+        sk.roc_auc_score(BINARY, VALUES), abs=1e-12
     )
 
 
@@ -103,9 +104,9 @@ def ratios(row: str, target: Any, predicted: Any, *averages: str | None) -> dict
 
 
 AVERAGED = (None, "macro", "micro", "weighted")
-SKLEARN: dict[str, tuple[Any, torch.Tensor, torch.Tensor, dict[str, Any]]] = {
+SKLEARN: dict[str, tuple[Any, torch.Tensor, torch.Tensor, Callable[[], dict[str, Any]]]] = {
     "three classes": (
-        CE, SCORES, LABELS,
+        CE, SCORES, LABELS, lambda:
         ratios("macro", LABELS, CHOSEN, *AVERAGED)
         | {
             "f1_class@0": sk.f1_score(LABELS, CHOSEN, average=None)[0],
@@ -114,9 +115,9 @@ SKLEARN: dict[str, tuple[Any, torch.Tensor, torch.Tensor, dict[str, Any]]] = {
             "confusion_matrix": sk.confusion_matrix(LABELS, CHOSEN).tolist(),
         },
     ),
-    "a class without rows": (CE, SCORES, RARE, ratios("macro", RARE, CHOSEN, *AVERAGED)),
+    "a class without rows": (CE, SCORES, RARE, lambda: ratios("macro", RARE, CHOSEN, *AVERAGED)),
     "labels that are ignored": (
-        CE, SCORES, GAPS,
+        CE, SCORES, GAPS, lambda:
         ratios("macro", GAPS[HAS], CHOSEN[HAS], *AVERAGED)
         | {
             "accuracy": sk.accuracy_score(GAPS[HAS], CHOSEN[HAS]),
@@ -125,11 +126,11 @@ SKLEARN: dict[str, tuple[Any, torch.Tensor, torch.Tensor, dict[str, Any]]] = {
         },
     ),
     "labels side by side": (
-        LOGITS, MANY, TAGS, ratios("macro", TAGS, (MANY > 0).long(), *AVERAGED)
+        LOGITS, MANY, TAGS, lambda: ratios("macro", TAGS, (MANY > 0).long(), *AVERAGED)
     ),
     **{
         name: (
-            loss, output, BINARY,
+            loss, output, BINARY, lambda:
             ratios("binary", BINARY, DECIDED, *AVERAGED)
             | {
                 "log_loss": sk.log_loss(BINARY, SURE),
@@ -152,7 +153,7 @@ SKLEARN: dict[str, tuple[Any, torch.Tensor, torch.Tensor, dict[str, Any]]] = {
                 "calibration_curve": dict(
                     zip(
                         ("true", "predicted"),
-                        map(list, calibration_curve(BINARY, SURE, n_bins=BINS)),
+                        map(list, calibration.calibration_curve(BINARY, SURE, n_bins=BINS)),
                         strict=True,
                     )
                 ),
@@ -164,15 +165,15 @@ SKLEARN: dict[str, tuple[Any, torch.Tensor, torch.Tensor, dict[str, Any]]] = {
         )
     },
     "numbers": (
-        nn.MSELoss(), GUESS, WORTH,
+        nn.MSELoss(), GUESS, WORTH, lambda:
         {
             "r2": sk.r2_score(WORTH, GUESS),
             "rmse": sk.root_mean_squared_error(WORTH, GUESS),
             "mape": sk.mean_absolute_percentage_error(WORTH, GUESS),
         },
     ),
-    "numbers that are alike": (nn.MSELoss(), GUESS, FLAT, {"r2": sk.r2_score(FLAT, GUESS)}),
-    "numbers without an error": (nn.MSELoss(), FLAT, FLAT, {"r2": 1.0, "rmse": 0.0}),
+    "numbers that are alike": (nn.MSELoss(), GUESS, FLAT, lambda: {"r2": sk.r2_score(FLAT, GUESS)}),
+    "numbers without an error": (nn.MSELoss(), FLAT, FLAT, lambda: {"r2": 1.0, "rmse": 0.0}),
 }  # fmt: skip
 
 
@@ -184,11 +185,17 @@ def close(value: Any) -> Any:
     return value if whole else pytest.approx(value, rel=1e-6, abs=1e-9)
 
 
+@functools.cache
+def by_sklearn(row: str) -> dict[str, Any]:
+    return SKLEARN[row][-1]()
+
+
 @pytest.mark.parametrize("row", SKLEARN)
 @settings(deadline=None, max_examples=6)
 @given(parts=cuts())
 def test_values_are_those_of_scikit_learn(row: str, parts: Any) -> None:
-    loss, output, target, expected = SKLEARN[row]
+    loss, output, target, _ = SKLEARN[row]
+    expected = by_sklearn(row)
     scorer = Scorer(None, suited(resolve(list(expected)), loss))
     found = scorer.values(folded(scorer, output, target, parts))
     if "roc_curve" in found:
@@ -288,15 +295,15 @@ def test_which_way_is_better() -> None:
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        (tm.PearsonCorrCoef(), "cannot be merged"),
-        (tm.MaxMetric(), "cannot be merged"),
-        (tm.F1Score("binary") + tm.Accuracy("binary"), "cannot be merged"),
-        (tm.MetricCollection([tm.F1Score("binary")]), "give its metrics one by one"),
+        (lambda: tm.PearsonCorrCoef(), "cannot be merged"),
+        (lambda: tm.MaxMetric(), "cannot be merged"),
+        (lambda: tm.F1Score("binary") + tm.Accuracy("binary"), "cannot be merged"),
+        (lambda: tm.MetricCollection([tm.F1Score("binary")]), "give its metrics one by one"),
     ],
 )
 def test_torchmetrics_that_cannot_merge(metric: Any, message: str) -> None:
     with pytest.raises(ParameterError, match=f'metric "it" .torchmetrics.*{message}'):
-        resolve({"it": metric})
+        resolve({"it": metric()})
 
 
 def test_torchmetrics_of_several_numbers() -> None:
@@ -421,7 +428,7 @@ def test_a_metric_that_measured_nothing_is_left_out() -> None:
             'metric "top5" failed: top-5 of 3 classes: k is larger than the number of classes. The '
             "output is (60, 3) float32, the label (60,) int64.",
         ),
-        (("f1", tm.F1Score("binary")), SCORES, 1, "The output is (60, 3) float32"),
+        (lambda: ("f1", tm.F1Score("binary")), SCORES, 1, "The output is (60, 3) float32"),
         (
             MeanMetric("mine", lambda output, target: {}["key"]),
             SCORES,
@@ -433,6 +440,7 @@ def test_a_metric_that_measured_nothing_is_left_out() -> None:
     ],
 )
 def test_what_a_metric_cannot_measure(metric: Any, output: Any, labels: int, message: str) -> None:
+    metric = metric() if callable(metric) else metric
     scorer = Scorer(None, tuple(resolve(["accuracy", metric])))
     targets = [LABELS] * labels
     assert message in message_of(ParameterError, scorer.update, scorer.start(), output, targets)
@@ -440,12 +448,12 @@ def test_what_a_metric_cannot_measure(metric: Any, output: Any, labels: int, mes
         scorer.check(output, targets)
 
 
-GAPS = torch.rand(ROWS, CLASSES, generator=GENERATOR) < 0.4
+MISSING = torch.rand(ROWS, CLASSES, generator=GENERATOR) < 0.4
 
 
 def test_labels_that_are_missing_count_in_no_metric() -> None:
-    each, gaps = (SCORES > 0.2).float(), GAPS[:, 1]
-    labels = each.masked_fill(GAPS, math.nan)
+    each, gaps = (SCORES > 0.2).float(), MISSING[:, 1]
+    labels = each.masked_fill(MISSING, math.nan)
     tasks = [
         MetricOf("auc", label="y[1]", output=partial(torch.select, dim=1, index=1)),
         MetricOf(("rank", tm.AUROC("binary")), label="y[1]", output=lambda x: x[:, 1].sigmoid()),
@@ -454,11 +462,11 @@ def test_labels_that_are_missing_count_in_no_metric() -> None:
     metrics = suited(resolve(["mae", "accuracy", *tasks]), loss)
     scorer = Scorer(loss, metrics, labels=("y",))
     found = scorer.values(folded(scorer, SCORES, labels, [[(0, 7), (7, 8)], [(8, ROWS)]]))
-    area = roc_auc_score(each[~gaps, 1], SCORES[~gaps, 1])
+    area = sk.roc_auc_score(each[~gaps, 1], SCORES[~gaps, 1])
     assert found == pytest.approx({
-        "loss": float(nn.functional.binary_cross_entropy_with_logits(SCORES[~GAPS], each[~GAPS])),
-        "mae": float((SCORES - each)[~GAPS].abs().mean()),
-        "accuracy": float(((SCORES > 0) == (each > 0))[~GAPS].float().mean()),
+        "loss": float(nn.functional.binary_cross_entropy_with_logits(SCORES[~MISSING], each[~MISSING])),
+        "mae": float((SCORES - each)[~MISSING].abs().mean()),
+        "accuracy": float(((SCORES > 0) == (each > 0))[~MISSING].float().mean()),
         "y[1]/auc": area,
         "y[1]/rank": area,
     }, rel=1e-5)  # fmt: skip
@@ -467,11 +475,11 @@ def test_labels_that_are_missing_count_in_no_metric() -> None:
     found = scorer.values(folded(scorer, VALUES, numbers, [[(0, 7), (7, 8)], [(8, ROWS)]]))
     wanted = sk.mean_absolute_error, sk.r2_score
     assert [*found.values()] == pytest.approx([f(LABELS[known], VALUES[known]) for f in wanted])
-    words = LABELS.reshape(20, 3).masked_fill(GAPS[:20], -100)
+    words = LABELS.reshape(20, 3).masked_fill(MISSING[:20], -100)
     scorer = Scorer(None, tuple(resolve(["accuracy", "f1"])), labels=("y",), masked=frozenset("y"))
     output = SCORES.reshape(20, 3, 3)
     found = scorer.values(folded(scorer, output, words, [[(0, 7), (7, 8)], [(8, 20)]]))
-    chosen, there = output.argmax(1)[~GAPS[:20]], words[~GAPS[:20]]
+    chosen, there = output.argmax(1)[~MISSING[:20]], words[~MISSING[:20]]
     f1 = sk.f1_score(there, chosen, average="macro")
     assert [*found.values()] == pytest.approx([sk.accuracy_score(there, chosen), f1])
     for name, text in [("y[3]", "no value 3 in a row"), ("z[0]", '"z[0]" is no label')]:

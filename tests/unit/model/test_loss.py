@@ -42,6 +42,13 @@ def by_sample(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).abs().sum(dim=1)
 
 
+def with_reduction(
+    output: torch.Tensor, target: torch.Tensor, reduction: str = "mean"
+) -> torch.Tensor:
+    values = (output - target).abs()
+    return values if reduction == "none" else values.mean()
+
+
 NONE = {"reduction": "none"}
 DIVERGENCE = F.kl_div(OUTPUT, SHARES, **NONE).sum(1)
 WEIGHTED = {
@@ -54,6 +61,7 @@ WEIGHTED = {
     "function": (F.cross_entropy, CLASSES, F.cross_entropy(OUTPUT, CLASSES, **NONE)),
     "elements": (nn.MSELoss(), VALUES, ((OUTPUT - VALUES) ** 2).mean(1)),
     "function of elements": (F.l1_loss, VALUES, (OUTPUT - VALUES).abs().mean(1)),
+    "own reduction": (with_reduction, VALUES, (OUTPUT - VALUES).abs().mean(1)),
     "by sample": (by_sample, VALUES, by_sample(OUTPUT, VALUES)),
     "batchmean": (nn.KLDivLoss(reduction="batchmean"), SHARES, DIVERGENCE),
     "function of batchmean": (partial(F.kl_div, reduction="batchmean"), SHARES, DIVERGENCE),

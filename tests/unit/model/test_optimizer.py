@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from mistakes import message_of
+from own_optimizers import OddSizes, by_role
 from torch import nn
 from torch.optim import SGD
 
@@ -22,30 +23,12 @@ from sparkdl.slices.optimizer import OptimizerSpec, build_optimizers
 from sparkdl.slices.optimizer_probe import SEVERAL, probe_cut_rule
 from sparkdl.train.prepare import plan_optimizer
 
-
-class Net(nn.Module):
-    """Odd sizes, a scalar, a frozen parameter, buffers of both kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 7)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.norm = nn.BatchNorm1d(7)
-        self.last = nn.Linear(7, 30, bias=False)
+two_groups = by_role(torch.optim.AdamW, weight_decay=0.5)
 
 
-def make_net(dtype: torch.dtype = torch.float32) -> Net:
+def make_net(dtype: torch.dtype = torch.float32) -> OddSizes:
     torch.manual_seed(0)
-    return Net().to(dtype)
-
-
-def two_groups(module: nn.Module) -> torch.optim.Optimizer:
-    named = dict(module.named_parameters())
-    biases = [p for name, p in named.items() if name.endswith("bias")]
-    others = [p for name, p in named.items() if not name.endswith("bias")]
-    groups = [{"params": biases, "lr": 0.01}, {"params": others, "weight_decay": 0.5}]
-    return torch.optim.AdamW(groups, lr=0.1)
+    return OddSizes().to(dtype)
 
 
 def plan_of(module: nn.Module, make: Any) -> OptimizerSpec:
@@ -68,7 +51,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "Declared.update_depends_on is 'tensors': an element's update depends on that \"element\", "
         'on its "tensor", or on "all" of them.',
     ),
-    "no optimizer": (lambda module: module, "optimizer gave a Net: give a torch.optim class"),
+    "no optimizer": (lambda module: module, "optimizer gave an OddSizes: give a torch.optim class"),
     "parameters of another module": (
         lambda module: SGD(OTHERS.parameters(), lr=0.1),
         "the optimizer has a parameter of shape [9, 2] that is not one of the module's",
@@ -223,7 +206,7 @@ def test_an_optimizer_of_ones_own_is_found_out() -> None:
         assert (plan.elementwise, plan.separate) == (False, True)
     assert not plan_of(make_net(), Global).separate
 
-    def make(module: Net) -> torch.optim.Optimizer:
+    def make(module: OddSizes) -> torch.optim.Optimizer:
         named = [{"params": [module.scale], "adapt": False}, {"params": [module.last.weight]}]
         return sparkdl.optim.LAMB(named)
 

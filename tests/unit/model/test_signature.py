@@ -15,8 +15,7 @@ from torch import nn
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding
 from sparkdl.errors import ModelError
-from sparkdl.infer.forward import Forward
-from sparkdl.infer.trial import Trial, zeros_like
+from sparkdl.infer.forward import Forward, Trial, zeros_like
 from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.loss import ModelLoss
@@ -134,7 +133,7 @@ def test_what_a_prediction_holds(kind: str) -> None:
         (None, lambda it: part_of(it, part).argmax(1), ((), "int64", None)),
     ):
         trial = Trial(Forward(module, Signature(("x",))), {"p": chosen}, "p", finish)
-        ((column,), _) = trial.run(zeros_like(FIELDS), iter([]))
+        ((column,), _) = trial.run(zeros_like(FIELDS), lambda count: iter([]))
         found = column.output.shape, column.output.dtype, column.dimensions
         assert (*found,) == kind_of_it
 
@@ -142,7 +141,7 @@ def test_what_a_prediction_holds(kind: str) -> None:
 def test_what_is_no_prediction() -> None:
     forward = Forward(Structured(kind="dict").eval(), Signature(("x",)))
     trial = Trial(forward, {"p": None}, "p")
-    assert message_of(ModelError, trial.run, zeros_like(FIELDS), iter([])) == (
+    assert message_of(ModelError, trial.run, zeros_like(FIELDS), lambda count: iter([])) == (
         "output \"p\" is a dict of 'logits' [2, 3], 'hidden' [2, 8] for a batch of 2 rows: it must be "
         "a tensor of shape [2, ...]. Name another part, output='logits', or output=function of what "
         "it returns."
@@ -171,11 +170,11 @@ def test_a_trial_goes_on_with_the_rows_of_the_data() -> None:
 
     finish = lambda output: output.topk(10, dim=1).indices  # noqa: E731
     trial = Trial(Forward(module, Signature()), {"p": None}, "p", finish)
-    assert trial.run(made, rows())[0][0].output.shape == (10,)
+    assert trial.run(made, lambda count: rows())[0][0].output.shape == (10,)
     assert asked == [True]
     assert float(module.passes) == 0
     with pytest.raises(ValueError, match=r"postprocess fails on a tensor of shape \[2, 2\]"):
-        trial.run(made, iter([]))
+        trial.run(made, lambda count: iter([]))
 
 
 @pytest.mark.parametrize("form", ["dense", "tensor", "indices"])

@@ -16,13 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mistakes import message_of
 
 from sparkdl.data import partition_reader
 from sparkdl.data.fields import Field, RowFile
 from sparkdl.data.partition_reader import MappedColumn, SegmentWriter, map_file
 from sparkdl.data.partition_writer import PartitionWriter
-from sparkdl.errors import SlabFullError
 from sparkdl.process.system import boot_id, pid_namespace
 from sparkdl.slab import root as module
 from sparkdl.slab.pool import Pool
@@ -473,18 +471,6 @@ def test_where_shared_memory_is_full_the_root_is_in_the_local_directory(
     full(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="No space left"):
         open_root(slab, create=True)
-
-
-def test_a_directory_that_cannot_be_made_is_told_with_the_setting(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    slab = SlabConfig.new(str(file / "slabs"), "test")
-    assert open_root(slab) is None
-    assert message_of(SlabFullError, open_root, slab, create=True) == (
-        f"slabs cannot be written to {file}/slabs (Not a directory). Point spark.sparkdl.slab.dir "
-        "at a writable directory that each node has for itself."
-    )
-    remove_root(slab)
 
 
 def test_to_look_for_a_root_and_to_remove_it_make_no_directory(tmp_path: Path) -> None:

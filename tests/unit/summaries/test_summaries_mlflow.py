@@ -13,6 +13,7 @@ import pytest
 import summary_runs as runs
 import torch
 from fork_server import run_fresh
+from lazily import Lazily
 from mistakes import message_of
 from torch import nn
 from trained import trained_model
@@ -24,7 +25,7 @@ from sparkdl.loop.state import TrainState, Validated
 from sparkdl.summaries import MLflow
 
 pytestmark = pytest.mark.usefixtures("mlflow_store")
-mlflow = pytest.importorskip("mlflow")
+mlflow = Lazily("mlflow")
 
 
 def run_of(callback: MLflow) -> Any:

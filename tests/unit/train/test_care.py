@@ -76,15 +76,6 @@ def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
     assert not module["head"].bias.requires_grad
 
 
-@pytest.mark.parametrize("option", ["freeze", "unfreeze"])
-def test_a_pattern_without_a_match_names_what_there_is(option: str) -> None:
-    frozen, unfrozen = (["haed.weight"], []) if option == "freeze" else ([], ["haed.weight"])
-    assert message_of(ModelError, freeze, make(), frozen, unfrozen).startswith(
-        f'{option}: no parameter matches "haed.weight". Did you mean "head.weight"? The model has '
-        "encoder.0.weight, encoder.0.bias,"
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -301,3 +301,103 @@ def test_metrics_that_can_be_gone_through_once() -> None:
 )
 def test_validation(changes: dict[str, Any], message: str) -> None:
     assert message_of(sparkdl.ParameterError, sparkdl.Validation, DATA, **changes) == message
+
+
+STRAGGLERS = {"consistency": sparkdl.Synchronous(drop_stragglers=0.5), "accumulate": 4}
+TOP_K, GANG = {"compression": sparkdl.TopK()}, {"engine": "gang"}
+HISTOGRAMS, STEPS, FP16 = (
+    {"histograms": sparkdl.every(2)},
+    {"local_steps": 2},
+    {"precision": "fp16"},
+)
+SPLIT, NORM_OF_ALL = {**GANG, "strategy": "fsdp"}, {**GANG, "sync_batchnorm": True}
+CONSISTENCIES: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = {
+    "stale": ({"consistency": sparkdl.StaleSynchronous()}, [
+        (GANG, 'with engine="gang": its ranks have one version of the weights'),
+        (STEPS, "with local_steps=2: after local steps the optimizer state"),
+        (TOP_K, "with compression: it delays parts of the"),
+    ]),
+    "asynchronous": ({"consistency": sparkdl.Asynchronous()}, [
+        (GANG, 'with engine="gang": its ranks sum gradients at every step'),
+        (STEPS, "with local_steps=2: after local steps the optimizer"),
+        (TOP_K, "with compression: it delays parts"),
+        (FP16, 'with precision="fp16": the loss scale is one'),
+        ({"ema": 0.9}, "with ema=0.9: its decay is one"),
+        (HISTOGRAMS, "with histograms: there is no gradient of"),
+        ({"clip_norm": 1.0}, "with clip_norm=1.0: slices would wait"),
+        ({"consistency": sparkdl.Asynchronous(quorum=0)}, "Asynchronous: quorum=0: give a"),
+        ({"consistency": sparkdl.Asynchronous(scale="half")}, "scale='half': give \"auto\""),
+        ({"consistency": sparkdl.Asynchronous(groups=2), "replicas": 3}, "with 3 replicas"),
+    ]),
+    "stragglers": (STRAGGLERS, [
+        (GANG, 'with engine="gang": its ranks sum gradients while they compute'),
+        (STEPS, "with local_steps=2: a replica that left out steps"),
+        ({"accumulate": 3}, "with accumulate=3: a replica stops between micro-batches"),
+        ({"consistency": sparkdl.Synchronous(drop_stragglers=1)}, "drop_stragglers=1: give the"),
+        ({"consistency": sparkdl.Synchronous(drop_stragglers=True)}, "drop_stragglers=True: "),
+    ]),
+    "stragglers of rounds": ({"consistency": sparkdl.DiLoCo(inner_steps=4, drop_stragglers=0.5)}, [
+        (GANG, 'with drop_stragglers=0.5 and engine="gang": its ranks sum what their steps have moved'),
+        (
+            {"consistency": sparkdl.DiLoCo(inner_steps=3, drop_stragglers=0.25)},
+            "inner_steps=3 with drop_stragglers=0.25: a replica stops between its steps",
+        ),
+        (
+            {"consistency": sparkdl.DiLoCo(drop_stragglers=1)},
+            "drop_stragglers=1: give the share of the rows that a round may leave out, above 0 and",
+        ),
+    ]),
+    "DiLoCo": ({"consistency": sparkdl.DiLoCo(inner_steps=2)}, [
+        (
+            SPLIT,
+            'DiLoCo with strategy="fsdp": a replica takes steps by itself, so each rank needs the '
+            "whole",
+        ),
+        (NORM_OF_ALL, "DiLoCo with sync_batchnorm=True: replicas do not wait"),
+        (STEPS, "with local_steps=2: inner_steps says how many"),
+        (TOP_K, "with compression: a replica keeps the state"),
+        (FP16, 'with precision="fp16": a loss scale that overflows'),
+        ({"consistency": sparkdl.DiLoCo(inner_steps=0)}, "DiLoCo: inner_steps=0: give"),
+        (
+            {"consistency": sparkdl.DiLoCo(outer_optimizer=None)},
+            "DiLoCo: outer_optimizer=None: give a torch.optim class",
+        ),
+        (
+            {"consistency": sparkdl.DiLoCo(outer_optimizer=torch.optim.SGD([torch.zeros(1)]))},
+            "DiLoCo: outer_optimizer=<SGD object>: give a torch.optim class",
+        ),
+    ]),
+    "Gossip": ({"consistency": sparkdl.Gossip(), "engine": "local"}, [
+        ({"engine": "shuffle"}, 'with engine="shuffle": its tasks have no connections'),
+        (
+            {**GANG, "strategy": "zero1"},
+            'with strategy="zero1": each rank updates all of its own weights',
+        ),
+        (SPLIT, 'with strategy="fsdp": a replica takes steps by itself'),
+        (STEPS, "with local_steps=2: leave one"),
+        (TOP_K, "with compression: there is no gradient"),
+        ({"ema": 0.9}, "with ema: there is no"),
+        (HISTOGRAMS, "with histograms: there is no"),
+        (FP16, 'with precision="fp16": replicas scale no loss'),
+        ({"wire": "fp16"}, 'with wire="fp16": weights may be too large'),
+        (NORM_OF_ALL, "with sync_batchnorm=True: replicas are apart"),
+        (
+            {"consistency": sparkdl.Gossip(topology="rings")},
+            "Gossip: topology='rings': use one of ring, exponential, complete. Did you mean \"ring\"?",
+        ),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "said"),
+    [(base, *row) for base, rows in CONSISTENCIES.values() for row in rows],
+    ids=[f"{name}-{row[1]}" for name, (_, rows) in CONSISTENCIES.items() for row in rows],
+)
+def test_what_does_not_go_with_a_consistency_model(
+    base: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
+    values = {**GOOD, "replicas": 2, **base, **changes}
+    assert said in message_of(sparkdl.ParameterError, sparkdl.Trainer, **values)
+    if base["consistency"] == sparkdl.StaleSynchronous():
+        sparkdl.Trainer(**{**values, "consistency": sparkdl.StaleSynchronous(staleness=0)})
