@@ -17,7 +17,8 @@ from sparkdl.codec.files import path_here
 from sparkdl.errors import ParameterError, SparkdlError, kind_of
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.history import History
-from sparkdl.loop.report import duration, run_page
+from sparkdl.loop.history_tables import duration
+from sparkdl.loop.report import run_page
 from sparkdl.tune.folder import SEARCH, finished_trials
 from sparkdl.tune.result import search_page
 

@@ -159,28 +159,44 @@ def as_line(iterations: int, epoch: int, loss: float, end: Mapping[str, str]) ->
     return ", ".join([*parts, *(f"{name}: {reason}" for name, reason in end.items())])
 
 
-def as_html(
-    iterations: Sequence[int],
+def duration(seconds: float) -> str:
+    """Return a time in words: "12.3 s", "4 min 5 s", "2 h 10 min"."""
+    if not math.isfinite(seconds) or seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def figures(
     losses: Sequence[float],
     epochs: Sequence[Mapping[str, Any]],
     validations: Sequence[Mapping[str, Any]],
-) -> str:
-    """Return a small table and the curves: progress, losses, speed, and the last metrics."""
-    rows: dict[str, str] = {"iterations": f"{len(iterations):,}"}
+) -> dict[str, str]:
+    """Return the figures of a run that matter most: progress, losses, speed, and the last metrics."""
+    rows: dict[str, str] = {"iterations": f"{len(losses):,}"}
     if epochs:
         seconds = sum(epoch["seconds"] for epoch in epochs)
         samples = sum(epoch["samples"] for epoch in epochs)
         rows["epochs"] = f"{epochs[-1]['epoch']:,}"
         rows["loss of the last iteration"] = f"{losses[-1]:.4g}"
         rows["mean loss of the last epoch"] = f"{epochs[-1]['loss']:.4g}"
-        rows["seconds"] = f"{seconds:,.1f}"
-        rows["samples/s"] = f"{samples / seconds:,.0f}" if seconds > 0 else "–"
-    if validations:
-        last = validations[-1]
-        for name, value in last["metrics"].items():
-            rows[f"validation {name} (iteration {last['iteration']:,})"] = f"{value:.4g}"
+        rows["time"] = duration(seconds)
+        rows["samples a second"] = f"{samples / seconds:,.0f}" if seconds > 0 else "–"
+    for name, value in validations[-1]["metrics"].items() if validations else ():
+        rows[f"validation {name} (iteration {validations[-1]['iteration']:,})"] = f"{value:.4g}"
+    return rows
+
+
+def as_html(
+    iterations: Sequence[int],
+    losses: Sequence[float],
+    epochs: Sequence[Mapping[str, Any]],
+    validations: Sequence[Mapping[str, Any]],
+) -> str:
+    """Return :func:`figures` as a small table, and the curves."""
     drawn = curves(iterations, losses, epochs, validations)
-    return two_columns(rows, numbers=True) + (f"<div>{drawn}</div>" if drawn else "")
+    rows = two_columns(figures(losses, epochs, validations), numbers=True)
+    return rows + (f"<div>{drawn}</div>" if drawn else "")
 
 
 def timings_as_html(found: Mapping[str, Mapping[str, float]]) -> str:

@@ -178,7 +178,7 @@ class ProgressBar(_Shown):
         if self._bar is not None:
             self._bar.refresh()  # its clock goes on
         elif self._line is None:
-            self._line = _tqdm()(desc=self.name + line(), bar_format="{desc}", leave=False)
+            self._line = bar_class()(desc=self.name + line(), bar_format="{desc}", leave=False)
             self._own_line.enter_context(_cleared_for_messages(self._line))
         else:
             self._line.set_description_str(self.name + line())
@@ -196,7 +196,9 @@ class ProgressBar(_Shown):
         if self._one_pass:
             done, total = state.position, state.iterations_per_epoch
         epoch = f"{self.name}epoch {state.epoch + 1}"
-        self._bar = _tqdm()(total=total, initial=done, unit="it", dynamic_ncols=True, desc=epoch)
+        self._bar = bar_class()(
+            total=total, initial=done, unit="it", dynamic_ncols=True, desc=epoch
+        )
         self._own_line.enter_context(_cleared_for_messages(self._bar))
         self._previous = state
         if moves:  # until the first iteration has ended
@@ -268,7 +270,7 @@ class ProgressBar(_Shown):
         self._bar.set_postfix_str(", ".join(filter(None, shown)))
 
 
-def _tqdm() -> Any:
+def bar_class() -> Any:
     """Return the class of bars.
 
     [Note: the lock of a bar] All bars of a process share tqdm's lock, and tqdm keeps it for good where
@@ -310,13 +312,7 @@ class NotebookProgress(ProgressBar):
             self._put(line())
 
     def _put(self, text: str) -> None:
-        from IPython.display import HTML, display
-
-        picture = HTML(f"<div>{html.escape(self.name + text)}</div>")
-        if self._display is None:
-            self._display = display(picture, display_id=True)
-        else:
-            self._display.update(picture)
+        self._display = _displayed(html.escape(self.name + text), self._display)
 
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:
         opening = self._opening
@@ -372,14 +368,20 @@ class LiveCurves:
         svg = curves(self._numbers, self._history.losses, self._history.epochs(), validations)
         if not svg:
             return
-        from IPython.display import HTML, display
-
-        picture = HTML(f"<div>{svg}</div>")
         cell = sys.modules["IPython"].get_ipython().execution_count
-        if LiveCurves._cell is not None and LiveCurves._cell[0] == cell:
-            LiveCurves._cell[1].update(picture)
-        else:
-            LiveCurves._cell = (cell, display(picture, display_id=True))
+        before, place = LiveCurves._cell or (None, None)
+        LiveCurves._cell = (cell, _displayed(svg, place if before == cell else None))
+
+
+def _displayed(content: str, place: Any) -> Any:
+    """Show content in a notebook, in place of what is at ``place`` if it is given; return its place."""
+    from IPython.display import HTML, display
+
+    picture = HTML(f"<div>{content}</div>")
+    if place is None:
+        return display(picture, display_id=True)
+    place.update(picture)
+    return place
 
 
 class ProgressLog(_Shown):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 from sparkdl.codec.charts import COLOURS, Line, Page, Panel
 from sparkdl.codec.files import path_here
 from sparkdl.errors import ParameterError, counted
-from sparkdl.loop.history_tables import TIMING_HEAD, WHOLE, cells, panels
+from sparkdl.loop.history_tables import TIMING_HEAD, WHOLE, cells, figures, panels
 
 STRETCHES = 150
 """The number of stretches of the run whose means show times and speed."""
@@ -94,25 +93,10 @@ def _add_summary(page: Page, history: Any) -> None:
         )
     if not len(losses):
         return
-    epochs = history.epochs()
-    seconds = sum(epoch["seconds"] for epoch in epochs)
-    samples = sum(epoch["samples"] for epoch in epochs)
     lost = [event for event in history.events if event["kind"] == "recovery"]
     cost = f" ({sum(event['seconds'] for event in lost):.1f} s)" if lost else ""
-    page.figures(
-        {
-            "mean loss of the last epoch": f"{epochs[-1]['loss']:.4g}",
-            **{
-                f"validation {name}": f"{value:.4g}"
-                for name, value in _last_values(history).items()
-            },
-            "iterations": f"{len(losses):,}",
-            "epochs": f"{epochs[-1]['epoch']:,}",
-            "time": duration(seconds),
-            "samples a second": f"{samples / seconds:,.0f}" if seconds > 0 else "–",
-            "faults survived": f"{len(lost)}{cost}",
-        }
-    )
+    shown = figures(history.losses, history.epochs(), history.validations)
+    page.figures({**shown, "faults survived": f"{len(lost)}{cost}"})
 
 
 def _add_arrays(page: Page, validations: Sequence[Mapping[str, Any]]) -> None:
@@ -137,11 +121,6 @@ def _add_arrays(page: Page, validations: Sequence[Mapping[str, Any]]) -> None:
             and np.ndim(value) == 2
         ):
             page.matrix(title, np.asarray(value, np.float64))
-
-
-def _last_values(history: Any) -> Mapping[str, Any]:
-    validations = history.validations
-    return validations[-1]["metrics"] if validations else {}
 
 
 def run_panels(
@@ -241,11 +220,3 @@ def _loading(events: Sequence[Mapping[str, Any]], folder: Path | None) -> str:
         'trained.save("model")  # the result of the fit\n\n'
         'import sparkdl\n\ntrained = sparkdl.load("model")'
     )
-
-
-def duration(seconds: float) -> str:
-    """Return a time in words: "12.3 s", "4 min 5 s", "2 h 10 min"."""
-    if not math.isfinite(seconds) or seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

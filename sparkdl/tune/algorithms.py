@@ -16,6 +16,7 @@ from typing import Any
 from sparkdl.errors import ParameterError, optional_library
 from sparkdl.loop.callbacks import Callback, StopTraining
 from sparkdl.loop.state import TrainState
+from sparkdl.tune.arguments import SearchSpec
 from sparkdl.tune.folder import FAILED, PRUNED, PRUNING, Objective, TrialRecord
 from sparkdl.tune.space import Choice, Domain
 
@@ -143,22 +144,21 @@ class OptunaSearch(Algorithm):
     def __init__(
         self,
         options: Optuna,
-        space: Mapping[str, Domain],
+        spec: SearchSpec,
         trials: int | None,
         seed: int,
-        objective: Objective,
         search_id: str,  # by which a storage knows the trials of this search
     ) -> None:
         self._optuna = library()
-        self._options, self._space, self._seed = options, space, seed
-        self._objective, self._id = objective, search_id
+        self._options, self._space, self._seed = options, spec.space, seed
+        self._objective, self._id = spec.objective, search_id
         self.trials = TRIALS if trials is None else trials
-        if self.trials > combinations(space):
+        if self.trials > combinations(spec.space):
             logger.warning(
                 "Optuna makes %d trials, and the values of the space have only %d combinations, so "
                 'some are tried again: algorithm="grid" tries each once.',
                 self.trials,
-                combinations(space),
+                combinations(spec.space),
             )
         self._sampler = options.sampler or self._optuna.samplers.TPESampler
         self._pruner = options.pruner or self._optuna.pruners.MedianPruner()

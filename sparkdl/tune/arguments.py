@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from sparkdl.errors import ParameterError, kind_of, nearest
+from sparkdl.loop.callbacks import Callback
 from sparkdl.train.trainer import Trainer
+from sparkdl.tune.folder import Objective
 from sparkdl.tune.space import Domain
 
 READING = ("features", "label", "weight", "columns", "sampling", "replicas", "validation")
@@ -55,11 +57,19 @@ def with_values(trainer: Trainer, values: Mapping[str, Any]) -> Trainer:
     return replace(trainer, **found)
 
 
-def trainer_of(
-    trainer: Trainer, space: Mapping[str, Domain], arguments: Mapping[str, Any]
-) -> Trainer:
-    """Return the trainer of a trial with ``arguments`` as they are shown."""
-    return with_values(trainer, {n: space[n].value(shown) for n, shown in arguments.items()})
+@dataclass(frozen=True)
+class SearchSpec:
+    """The trainer, the values to try, and the aim of a search."""
+
+    trainer: Trainer
+    space: Mapping[str, Domain]
+    objective: Objective
+
+    def trainer_of(self, arguments: Mapping[str, Any], *callbacks: Callback | None) -> Trainer:
+        """Return the trainer of a trial with ``arguments`` as they are shown, and more callbacks."""
+        values = {name: self.space[name].value(shown) for name, shown in arguments.items()}
+        trainer, added = with_values(self.trainer, values), list(filter(None, callbacks))
+        return replace(trainer, callbacks=[*trainer.callbacks, *added]) if added else trainer
 
 
 def changed(before: Any, path: str, value: Any, where: str, try_only: bool = False) -> Any:

@@ -103,6 +103,11 @@ class Objective:
     higher: bool  # more is better
     best: bool  # a trial counts by its best validation, not by its last one
 
+    @property
+    def sign(self) -> int:
+        """The factor that makes less of the metric better."""
+        return -1 if self.higher else 1
+
     def is_better(self, record: TrialRecord, best: TrialRecord | None) -> bool:
         """Return whether a record takes the place of the ``best`` one so far.
 
@@ -115,7 +120,7 @@ class Objective:
             return True
         if record.value == best.value:
             return record.number < best.number
-        return record.value > best.value if self.higher else record.value < best.value
+        return self.sign * record.value < self.sign * best.value
 
     def record(self, number: int, arguments: Mapping[str, Any], history: History) -> TrialRecord:
         """Return the record of a training that ended without an error."""
@@ -151,8 +156,7 @@ class Objective:
             return None
         if not self.best:
             return len(values) - 1
-        sign = -1 if self.higher else 1
-        return min(known, key=lambda n: sign * values[n])
+        return min(known, key=lambda n: self.sign * values[n])
 
 
 def is_of_trial(error: Exception) -> bool:
@@ -212,7 +216,7 @@ class SearchFolder:
 
         A search goes on only if all of ``told``, what is searched in words, is the same.
         """
-        folder = Folder.of(path)
+        folder, form = Folder.of(path), {"format": FORMAT, "version": VERSION}
         entries = folder.entries()
         trials = [name for name in entries if _TRIAL.fullmatch(name)]
         if SEARCH not in entries or not trials:
@@ -220,19 +224,15 @@ class SearchFolder:
                 raise ParameterError(
                     f"path={str(folder)!r} has files in it and holds no search: give a new folder."
                 )
-            found = SearchFolder(folder, secrets.token_hex(8), objective)
             folder.make()
             if DATA in entries:
                 folder.delete(DATA)
-            content = {"format": FORMAT, "version": VERSION, "id": found.search_id, **told}
-            content["higher_is_better"] = objective.higher
-            folder.write(SEARCH, _json(content))
+            found = SearchFolder(folder, secrets.token_hex(8), objective)
+            higher = {"higher_is_better": objective.higher}
+            folder.write(SEARCH, _json({**form, "id": found.search_id, **told, **higher}))
             return found
         content = _read(folder, SEARCH)
-        if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (
-            FORMAT,
-            VERSION,
-        ):
+        if not isinstance(content, dict) or not form.items() <= content.items():
             raise ParameterError(f"{folder}/{SEARCH} is no {FORMAT} of version {VERSION}.")
         differing = [
             f"{name} is {value} here and {content.get(name)} there"

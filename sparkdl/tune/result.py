@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,11 @@ from sparkdl.codec.charts import Page, ParallelCoordinates
 from sparkdl.codec.files import path_here
 from sparkdl.errors import ParameterError, counted
 from sparkdl.infer.model import TrainedModel
-from sparkdl.loop.report import duration
+from sparkdl.loop.history_tables import duration
 from sparkdl.plain import is_number
 from sparkdl.train.trainer import Trainer
-from sparkdl.tune.arguments import trainer_of
+from sparkdl.tune.arguments import SearchSpec
 from sparkdl.tune.folder import FAILED, Objective, TrialRecord
-from sparkdl.tune.space import Domain
 
 if TYPE_CHECKING:
     import pandas
@@ -41,9 +40,7 @@ class SearchResult:
     trials: tuple[TrialRecord, ...]
     best: TrialRecord | None
     stopped: str | None
-    _objective: Objective
-    _space: Mapping[str, Domain]
-    _trainer: Trainer
+    _spec: SearchSpec
     _model: TrainedModel | None
 
     @property
@@ -68,12 +65,12 @@ class SearchResult:
         """
         if self.best is None:
             raise self._nothing()
-        return trainer_of(self._trainer, self._space, self.best.arguments)
+        return self._spec.trainer_of(self.best.arguments)
 
     @property
     def higher_is_better(self) -> bool:
         """True if more of the search's metric is better."""
-        return self._objective.higher
+        return self._spec.objective.higher
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the table as one mapping for each trial.
@@ -83,7 +80,7 @@ class SearchResult:
         missing is None.
         """
         names = dict.fromkeys(
-            [self._objective.metric, *(name for one in self.trials for name in one.metrics)]
+            [self._spec.objective.metric, *(name for one in self.trials for name in one.metrics)]
         )
         return [
             {
@@ -120,21 +117,20 @@ class SearchResult:
         Raises:
             ParameterError: The extra is not installed.
         """
-        return search_page(self.trials, self._objective, title).save(path_here(path))
+        return search_page(self.trials, self._spec.objective, title).save(path_here(path))
 
     def __repr__(self) -> str:
         found = "none completed"
         if self.best is not None:
-            found = (
-                f"best {self._objective.metric} {self.best.value:.4g} in trial {self.best.number}"
-            )
+            metric = self._spec.objective.metric
+            found = f"best {metric} {self.best.value:.4g} in trial {self.best.number}"
         return f"<sparkdl.tune.SearchResult: {counted(len(self.trials), 'trial')}, {found}>"
 
     def _repr_html_(self) -> str:
         """Return the view in a notebook: the table, the best trials first."""
-        metric = self._objective.metric
-        table = self.to_pandas().sort_values(metric, ascending=not self._objective.higher)
-        return str(table.to_html())
+        table = self.to_pandas()
+        metric, higher = self._spec.objective.metric, self.higher_is_better
+        return str(table.sort_values(metric, ascending=not higher).to_html())
 
     def _nothing(self) -> ParameterError:
         reason = next((one.reason for one in self.trials if one.status == FAILED), "")
@@ -152,7 +148,7 @@ def search_page(records: Sequence[TrialRecord], objective: Objective, title: str
     """Return the page of a search."""
     page, metric = Page(title), objective.metric
     done = [one for one in records if math.isfinite(one.value)]
-    done.sort(key=lambda one: (-one.value if objective.higher else one.value, one.number))
+    done.sort(key=lambda one: (objective.sign * one.value, one.number))
     names = list(dict.fromkeys(name for one in records for name in one.arguments))
     states = Counter(one.status for one in records)
     best: TrialRecord | None = None
@@ -171,15 +167,15 @@ def search_page(records: Sequence[TrialRecord], objective: Objective, title: str
     columns = {name: [one.arguments.get(name) for one in done] for name in names}
     columns[metric] = [one.value for one in done]
     if done:
-        scales = [_Scale(values) for values in columns.values()]
+        places, ticks = zip(*map(_scale, columns.values()), strict=True)
         rows = list(zip(*columns.values(), strict=True))
         page.chart(
             ParallelCoordinates(
                 names=list(columns),
-                ticks=[scale.ticks() for scale in scales],
-                places=[[s.place(v) for s, v in zip(scales, row, strict=True)] for row in rows],
+                ticks=list(ticks),
+                places=[[*row] for row in zip(*places, strict=True)],
                 texts=[[*map(_short, row)] for row in rows],
-                shades=[one.value if objective.higher else -one.value for one in done],
+                shades=[-objective.sign * one.value for one in done],
                 best=None if best is None else done.index(best),
             )
         )
@@ -229,41 +225,21 @@ def _importance(keys: Sequence[Any], measured: Sequence[float]) -> float:
     return max(0.0, (whole - within - (len(groups) - 1) * within / free) / whole)
 
 
-class _Scale:
-    """The scale of an axis, for the values on it: where one lies, from 0 to 1, and the ticks."""
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._labels: list[str] = []
-        kinds = list(dict.fromkeys(map(_short, values)))
-        if len(kinds) < 5 or not all(is_number(value) for value in values):
-            self._labels = sorted(kinds, key=_by_number)
-            return
-        self._low, self._high = min(values), max(values)
-        self._log = self._low > 0 and self._high > 30 * self._low
-
-    def place(self, value: Any) -> float:
-        """Return the place of a value."""
-        if self._labels:
-            known = _short(value) in self._labels
-            return (
-                (self._labels.index(_short(value)) + 0.5) / len(self._labels) if known else math.nan
-            )
-        if self._log:
-            return math.log(value / self._low) / math.log(self._high / self._low)
-        return float((value - self._low) / (self._high - self._low))
-
-    def ticks(self) -> list[tuple[float, str]]:
-        """Return the places and the texts of the ticks."""
-        if self._labels:
-            return [((n + 0.5) / len(self._labels), label) for n, label in enumerate(self._labels)][
-                :40
-            ]
-        steps = np.linspace(0, 1, 5)
-        if self._log:
-            found = self._low * (self._high / self._low) ** steps
-        else:
-            found = self._low + (self._high - self._low) * steps
-        return [(float(step), f"{value:.3g}") for step, value in zip(steps, found, strict=True)]
+def _scale(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
+    """Return where values lie on an axis, from 0 to 1, and the places and texts of its ticks."""
+    labels = sorted(dict.fromkeys(map(_short, values)), key=_by_number)
+    if len(labels) < 5 or not all(is_number(value) for value in values):
+        at = {label: (n + 0.5) / len(labels) for n, label in enumerate(labels)}
+        return [at[_short(value)] for value in values], [
+            (at[label], label) for label in labels[:40]
+        ]
+    ends, steps = np.array([min(values), max(values)], np.float64), np.linspace(0, 1, 5)
+    log = ends[0] > 0 and ends[1] > 30 * ends[0]
+    low, high = np.log(ends) if log else ends
+    numbers = np.log(values) if log else np.array(values, np.float64)
+    ticks = np.exp(low + (high - low) * steps) if log else low + (high - low) * steps
+    texts = [(float(step), f"{tick:.3g}") for step, tick in zip(steps, ticks, strict=True)]
+    return ((numbers - low) / (high - low)).tolist(), texts
 
 
 def _by_number(text: str) -> tuple[float, str]:

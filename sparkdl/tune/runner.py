@@ -11,12 +11,14 @@ import copy
 import os
 import pickle
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from py4j.protocol import Py4JError
 from pyspark import RDD, SparkContext
 from pyspark.errors import PySparkException
@@ -28,12 +30,13 @@ from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import segment_files
 from sparkdl.data.partition_writer import where_there_is_room
 from sparkdl.data.samples import SampleSet
-from sparkdl.errors import ModelError, ParameterError, SessionError, TrainingError, cannot_travel
+from sparkdl.errors import ModelError, ParameterError, SessionError, TrainingError, pickling
 from sparkdl.gang.connect import slots_of
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.callbacks import Callback, none_added
 from sparkdl.loop.engine import AVERAGE, BEST, CURRENT
+from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import INTERRUPTED
 from sparkdl.loop.state import TrainState
 from sparkdl.model.flat import FlatModule
@@ -52,7 +55,7 @@ from sparkdl.train.fit import fit
 from sparkdl.train.placed_samples import PlacedSamples
 from sparkdl.train.request import FitRequest
 from sparkdl.train.trainer import Trainer
-from sparkdl.tune.arguments import READING, trainer_of
+from sparkdl.tune.arguments import READING, SearchSpec
 from sparkdl.tune.folder import (
     Objective,
     SearchFolder,
@@ -61,7 +64,6 @@ from sparkdl.tune.folder import (
     failed,
     is_of_trial,
 )
-from sparkdl.tune.space import Domain
 from sparkdl.usercode import accompanied
 
 MOST_BYTES = 4 << 30
@@ -84,6 +86,19 @@ class Proposed(NamedTuple):
         """Return the outcome if it ends with ``error``."""
         return TrialOutcome(failed(self.number, self.arguments, error))
 
+    def ended(
+        self,
+        objective: Objective,
+        history: History,
+        weights: Callable[[], Mapping[str, torch.Tensor]],
+        trained: TrainedModel | None = None,
+    ) -> TrialOutcome:
+        """Return the outcome of a training, with weights and model only if it is the best so far."""
+        record = objective.record(self.number, self.arguments, history)
+        if not objective.is_better(record, self.best):
+            return TrialOutcome(record, history=history)
+        return TrialOutcome(record, weights(), history, trained)
+
 
 class RunningTrial(Protocol):
     """A trial that was started, as a ``Future`` is."""
@@ -95,81 +110,58 @@ class RunningTrial(Protocol):
         """Wait for the end, and return the outcome."""
 
 
+@dataclass(kw_only=True)
 class Runner:
-    """A way to make trials, and a context manager: leaving it ends those that run."""
+    """A way to make trials; :meth:`close` ends those that run."""
 
-    slots = 1
-    """The number of trials that run at once."""
-
-    def __init__(
-        self,
-        context: SparkContext | None,  # None, as for the next: a session of Spark Connect
-        trainer: Trainer,
-        space: Mapping[str, Domain],
-        objective: Objective,
-        placements: Placements | None,
-    ) -> None:
-        self._context: Any = context
-        self._trainer, self._space, self._objective = trainer, space, objective
-        self._placements = placements
+    context: Any  # of Spark; None, as for the next: a session of Spark Connect
+    spec: SearchSpec
+    placements: Placements | None
+    slots: int = 1  # trials that run at once
 
     def start(self, trial: Proposed) -> RunningTrial:
         """Start a trial."""
         placed = None
         try:
-            trainer = trainer_of(self._trainer, self._space, trial.arguments)
-            if self._placements is not None:
-                placed = self._placements.of(trainer, trial.arguments)
+            trainer = self.spec.trainer_of(trial.arguments, trial.pruning)
+            if self.placements is not None:
+                placed = self.placements.of(trainer, trial.arguments)
         except (ModelError, ParameterError) as error:
             return ended(trial.failed(error))
-        if self._placements is not None:
-            self._placements.check_data(trial.arguments)
+        if self.placements is not None:
+            self.placements.check_data(trial.arguments)
         return self._start(trial, trainer, placed)
 
-    def _start(
-        self, trial: Proposed, trainer: Trainer, placed: PlacedSamples | None
-    ) -> RunningTrial:
+    def _start(self, trial: Proposed, trainer: Trainer, placed: Any) -> RunningTrial:
         raise NotImplementedError
 
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
+    def close(self) -> None:
         """Do nothing: no trial runs."""
 
 
+@dataclass(kw_only=True)
 class FitsHere(Runner):
     """Trials one after another, each a fit by the trainer's engine on the whole cluster."""
 
-    keep = False
-    """Outcomes have the weights, to be written to a folder."""
+    keep: bool = False  # outcomes have the weights, to be written to a folder
 
-    def _start(
-        self, trial: Proposed, trainer: Trainer, placed: PlacedSamples | None
-    ) -> RunningTrial:
+    def _start(self, trial: Proposed, trainer: Trainer, placed: Any) -> RunningTrial:
         outcome = self._outcome(trial, trainer, placed)
         if outcome.history is not None and outcome.history.stopped == INTERRUPTED:
             raise SearchInterrupted
         return ended(outcome)
 
-    def _outcome(
-        self, trial: Proposed, trainer: Trainer, placed: PlacedSamples | None
-    ) -> TrialOutcome:
-        if trial.pruning is not None:
-            trainer = replace(trainer, callbacks=[*trainer.callbacks, trial.pruning])
+    def _outcome(self, trial: Proposed, trainer: Trainer, placed: Any) -> TrialOutcome:
         try:
             trained = self._fit(trainer, placed, trial.number)
         except Exception as error:
             if not is_of_trial(error):
                 raise
-            if self._context is not None:
-                check_alive(self._context)
+            if self.context is not None:
+                check_alive(self.context)
             return trial.failed(error)
-        record = self._objective.record(trial.number, trial.arguments, trained.history)
-        if not self._objective.is_better(record, trial.best):
-            return TrialOutcome(record, history=trained.history)
-        weights = weights_of(trained) if self.keep else {}
-        return TrialOutcome(record, weights, trained.history, trained)
+        weights = partial(weights_of, trained) if self.keep else dict
+        return trial.ended(self.spec.objective, trained.history, weights, trained)
 
     def _fit(self, trainer: Trainer, placed: Any, number: int) -> TrainedModel:
         checkpoint = trainer.checkpoint
@@ -206,16 +198,19 @@ def weights_of(trained: TrainedModel) -> dict[str, Any]:
 
 
 class Placements:
-    """The samples of a search, placed once for each way to read the data, in a context manager."""
+    """The samples of a search, placed once for each way to read the data, until ``stack`` ends."""
 
     def __init__(
-        self, data: DataFrame | RDD[Any], names: Sequence[str], folder: SearchFolder | None
+        self,
+        data: DataFrame | RDD[Any],
+        names: Iterable[str],
+        folder: SearchFolder | None,
+        stack: contextlib.ExitStack,
     ) -> None:
-        self._data, self._folder = data, folder
+        self._data, self._folder, self._stack = data, folder, stack
         self._names = [name for name in names if name.partition(".")[0] in READING]
         self._checked: set[str] = set()
         self._placed: dict[str, PlacedSamples] = {}
-        self._stack = contextlib.ExitStack()
 
     def of(self, trainer: Trainer, arguments: Mapping[str, Any]) -> PlacedSamples:
         """Return the samples as the trainer of a trial reads them."""
@@ -239,100 +234,70 @@ class Placements:
     def _key(self, arguments: Mapping[str, Any]) -> str:
         return repr([arguments[name] for name in self._names])
 
-    def __enter__(self) -> Placements:
-        return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
-
-
+@dataclass(kw_only=True)
 class SideBySide(Runner):
     """Trials as tasks of Spark, several at once, each a fit by the local engine."""
 
-    def __init__(
-        self,
-        context: SparkContext,
-        trainer: Trainer,
-        space: Mapping[str, Domain],
-        objective: Objective,
-        placements: Placements,
-        slots: int,
-        name: str,
-        settings: Settings,
-        logged: bool,  # outcomes have the history in any case
-    ) -> None:
-        super().__init__(context, trainer, space, objective, placements)
-        self.slots, self._name, self._settings, self._logged = slots, name, settings, logged
-        self._setups: dict[int, tuple[BroadcastBytes, SampleFiles]] = {}
-        self._broadcasts: list[BroadcastBytes] = []
+    name: str
+    settings: Settings
+    logged: bool  # outcomes have the history in any case
+    _setups: dict[int, tuple[BroadcastBytes, SampleFiles]] = field(default_factory=dict)
+    _broadcasts: list[BroadcastBytes] = field(default_factory=list)
 
-    def _start(
-        self, trial: Proposed, trainer: Trainer, placed: PlacedSamples | None
-    ) -> RunningTrial:
-        assert placed is not None
-        task = RunTrial(*self._setup(placed), trial, self._logged)
+    def _start(self, trial: Proposed, trainer: Trainer, placed: Any) -> RunningTrial:
+        task = RunTrial(*self._setup(placed), trial, self.logged)
         shown = " · ".join(f"{name} {value}" for name, value in trial.arguments.items())
-        self._context.setJobGroup(self._name, f"sparkdl: trial {trial.number} · {shown}")
-        with stage_name(self._context, f"trial {trial.number}"):
-            places = task_per_executor(self._context, [None])
+        self.context.setJobGroup(self.name, f"sparkdl: trial {trial.number} · {shown}")
+        with stage_name(self.context, f"trial {trial.number}"):
+            places = task_per_executor(self.context, [None])
             job = RunningJob(map_frames(places, accompanied(task)), 1)
-        return _TaskOfTrial(self._context, job, trial)
+        return _TaskOfTrial(self.context, job, trial)
 
     def _setup(self, placed: PlacedSamples) -> tuple[BroadcastBytes, SampleFiles]:
         """Return the broadcast of what trials on these samples have in common, and their files."""
         known = self._setups.get(id(placed))
         if known is not None:
             return known
-        validation = self._trainer.validation
+        validation = self.spec.trainer.validation
         assert validation is not None
         assert placed.validation is not None
-        files = SampleFiles.of(self._context, placed.slab, [placed.training, placed.validation])
+        files = SampleFiles.of(self.context, placed.slab, [placed.training, placed.validation])
         if files.copies is not None:
             self._broadcasts.append(files.copies)
         nothing: Any = None  # a DataFrame does not travel, and the samples are in place
+        trainer = replace(self.spec.trainer, validation=replace(validation, data=nothing))
         setup = TrialSetup(
-            trainer=replace(self._trainer, validation=replace(validation, data=nothing)),
-            space=self._space,
-            objective=self._objective,
-            training=placed.training,
-            validation=placed.validation,
-            float_dtype=placed.float_dtype,
-            settings=self._settings,
-            threads=cpus_of(self._context, None),
+            spec=replace(self.spec, trainer=trainer),
+            samples=LocalFit(placed.training, placed.validation, placed.float_dtype),
+            settings=self.settings,
+            threads=cpus_of(self.context, None),
             numerics=Numerics.here(),
         )
-        made = BroadcastBytes.of(self._context, [_pickled(setup)])
+        made = BroadcastBytes.of(self.context, [_pickled(setup)])
         self._broadcasts.append(made)
         self._setups[id(placed)] = made, files
         return made, files
 
-    def __exit__(self, *exc_info: object) -> None:
+    def close(self) -> None:
         with contextlib.suppress(Py4JError, OSError):
-            self._context.cancelJobGroup(self._name)
+            self.context.cancelJobGroup(self.name)
         for broadcast in self._broadcasts:
             broadcast.destroy()
 
 
 def _pickled(setup: TrialSetup) -> bytes:
     """Return ``setup`` as bytes. Raises ParameterError, which names what cannot be pickled."""
-    try:
+    remedy, trainer = (
+        "Leave out what has an open file or connection, or give parallel=1.",
+        setup.spec.trainer,
+    )
+    parts = {name: getattr(trainer, name) for name in ("callbacks", "stop", "validation")}
+    for name, part in {**parts, "space": setup.spec.space}.items():
+        with pickling(name, remedy):
+            dumps(part)
+    with pickling("the trainer", remedy):
         return dumps(accompanied(setup))
-    except Exception as error:
-        parts = {
-            "callbacks": setup.trainer.callbacks,
-            "space": setup.space,
-            "stop": setup.trainer.stop,
-            "validation": setup.trainer.validation,
-        }
-        culprit = "the trainer"
-        for name, part in parts.items():
-            try:
-                dumps(part)
-            except Exception:
-                culprit = name
-                break
-        remedy = "Leave out what has an open file or connection, or give parallel=1."
-        raise ParameterError(cannot_travel(culprit, error, remedy)) from None
 
 
 @dataclass(frozen=True)
@@ -359,12 +324,8 @@ class _TaskOfTrial:
 class TrialSetup:
     """The common part of all trials on the same samples."""
 
-    trainer: Trainer  # its validation has no data
-    space: Mapping[str, Domain]
-    objective: Objective
-    training: SampleSet  # as the driver mapped them
-    validation: SampleSet
-    float_dtype: str
+    spec: SearchSpec  # the validation of its trainer has no data
+    samples: LocalFit  # as the driver mapped them
     settings: Settings
     threads: int
     numerics: Numerics
@@ -398,19 +359,12 @@ class RunTrial:
             return self.trial.failed(error)
 
     def _trained(self, setup: TrialSetup) -> TrialOutcome:
-        trainer = trainer_of(setup.trainer, setup.space, self.trial.arguments)
+        trainer = setup.spec.trainer_of(self.trial.arguments, self.trial.pruning)
         setup.numerics.use()
-        callbacks = [EndWithTask(), *trainer.callbacks]
-        if self.trial.pruning is not None:
-            callbacks.append(self.trial.pruning)
-        fit = LocalFit(
-            self.files.here(setup.training), self.files.here(setup.validation), setup.float_dtype
-        )
+        fit, callbacks = self.files.here(setup.samples), [EndWithTask(), *trainer.callbacks]
         done = fit.run(trainer, callbacks, setup.settings, self.files.slab, setup.threads)
-        record = setup.objective.record(self.trial.number, self.trial.arguments, done.history)
-        if not setup.objective.is_better(record, self.trial.best):
-            return TrialOutcome(record, history=done.history if self.logged else None)
-        return TrialOutcome(record, done.weights, done.history)
+        outcome = self.trial.ended(setup.spec.objective, done.history, lambda: done.weights)
+        return outcome if self.logged or outcome.weights else replace(outcome, history=None)
 
 
 class EndWithTask(Callback):
@@ -450,22 +404,24 @@ class SampleFiles:
         copies = BroadcastBytes.of(context, [read_private(path) for path in paths])
         return SampleFiles(slab, tuple(os.path.basename(path) for path in paths), copies)
 
-    def here(self, samples: SampleSet) -> SampleSet:
-        """Return ``samples`` as this task can map them."""
+    def here(self, fit: LocalFit) -> LocalFit:
+        """Return a fit on samples as this task can map them."""
         if self.copies is None:
-            return samples
+            return fit
         folder = self._installed()
-        handles = tuple(
-            replace(
-                handle,
-                segments=tuple(
-                    replace(segment, path=_in(folder, segment.path)) for segment in handle.segments
-                ),
-                order_path=_in(folder, handle.order_path) if handle.order_path else "",
-            )
-            for handle in samples.handles
-        )
-        return replace(samples, handles=handles)
+
+        def moved(path: str) -> str:
+            return str(folder / os.path.basename(path)) if path else ""
+
+        def mapped(samples: SampleSet) -> SampleSet:
+            handles = []
+            for one in samples.handles:
+                segments = tuple(replace(each, path=moved(each.path)) for each in one.segments)
+                handles.append(replace(one, segments=segments, order_path=moved(one.order_path)))
+            return replace(samples, handles=tuple(handles))
+
+        assert fit.validation is not None
+        return replace(fit, training=mapped(fit.training), validation=mapped(fit.validation))
 
     def _installed(self) -> Path:
         """Return the folder of this node that has all files, after writing those that are missing."""
@@ -496,11 +452,6 @@ def _paths(handle: SampleHandle) -> list[str]:
     return [*rows, handle.order_path] if handle.order_path else rows
 
 
-def _in(folder: Path, path: str) -> str:
-    """Return the path of the same file name in ``folder``."""
-    return str(folder / os.path.basename(path))
-
-
 def check_search(trainer: Trainer, path: Any) -> None:
     """Raise :class:`SessionError` for what a search cannot have in a Spark Connect session."""
     for name, value in (("path=", path), ("Trainer(checkpoint=)", trainer.checkpoint)):
@@ -511,25 +462,23 @@ def check_search(trainer: Trainer, path: Any) -> None:
             )
 
 
+@dataclass(kw_only=True)
 class ConnectedTrials(FitsHere):
     """Trials as fits of gangs, one after another, or several at once in threads."""
 
-    def __init__(
-        self,
-        data: Any,
-        trainer: Trainer,
-        space: Mapping[str, Domain],
-        objective: Objective,
-        parallel: int | None,  # trials at once; None: as many as have slots
-    ) -> None:
-        self._data, self._session, trainer = data, data.sparkSession, for_gang(trainer)
-        if parallel != 1:
-            trainer = replace(trainer, replicas=trainer.number_of_replicas or 1)
-            most = max(1, slots_of(self._session) // (trainer.number_of_replicas or 1))
-            self.slots = min(most, parallel or most)
-        super().__init__(None, trainer, space, objective, None)
-        self._tag = f"sparkdl-{secrets.token_hex(8)}"
-        self._threads = ThreadPoolExecutor(self.slots) if parallel != 1 else None
+    data: Any
+    parallel: int | None  # trials at once; None: as many as have slots
+
+    def __post_init__(self) -> None:
+        self._session, self._tag = self.data.sparkSession, f"sparkdl-{secrets.token_hex(8)}"
+        trainer, self._threads = for_gang(self.spec.trainer), None
+        if self.parallel != 1:
+            replicas = trainer.number_of_replicas or 1
+            trainer = replace(trainer, replicas=replicas)
+            most = max(1, slots_of(self._session) // replicas)
+            self.slots = min(most, self.parallel or most)
+            self._threads = ThreadPoolExecutor(self.slots)
+        self.spec = replace(self.spec, trainer=trainer)
 
     def _start(self, trial: Proposed, trainer: Trainer, placed: Any) -> RunningTrial:
         if self._threads is None:
@@ -541,11 +490,11 @@ class ConnectedTrials(FitsHere):
         try:
             with none_added():
                 request = FitRequest(trainer=trainer, quiet=self._threads is not None)
-                return fit(self._data, request).trained
+                return fit(self.data, request).trained
         finally:
             self._session.removeTag(self._tag)
 
-    def __exit__(self, *exc_info: object) -> None:
+    def close(self) -> None:
         if self._threads is not None:
             with contextlib.suppress(PySparkException):
                 self._session.interruptTag(self._tag)

@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pyspark import RDD
 from pyspark.sql import DataFrame
 
+from sparkdl.care.rules import Rule
 from sparkdl.codec.describe import describe, describe_trainer
-from sparkdl.errors import ModelError, ParameterError, kind_of, nearest, raise_all, shown
+from sparkdl.errors import ModelError, ParameterError, nearest, raise_all, shown
 from sparkdl.gang.slots import SLOT_SECONDS, task_slots
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.callbacks import added_callbacks, none_added
 from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import INTERRUPTED, Interrupt, interruptible
-from sparkdl.loop.progress import LOG_SECONDS, log_line, shows_bar
+from sparkdl.loop.progress import LOG_SECONDS, bar_class, log_line, shows_bar
 from sparkdl.metrics.named import resolve, scalar_names
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.plain import is_whole, plain
@@ -35,7 +36,7 @@ from sparkdl.train.course import LocalFit
 from sparkdl.train.fit import with_fields_decided
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.algorithms import Algorithm, Grid, Optuna, OptunaSearch, Random
-from sparkdl.tune.arguments import problems_of_names, trainer_of
+from sparkdl.tune.arguments import SearchSpec, problems_of_names
 from sparkdl.tune.folder import Objective, SearchFolder, TrialOutcome, TrialRecord
 from sparkdl.tune.result import SearchResult
 from sparkdl.tune.runner import (
@@ -49,7 +50,7 @@ from sparkdl.tune.runner import (
     SideBySide,
     check_search,
 )
-from sparkdl.tune.space import Domain, domains_of
+from sparkdl.tune.space import domains_of
 
 if TYPE_CHECKING:
     from sparkdl.tune.result import SearchResult
@@ -68,129 +69,84 @@ class SearchLog(Protocol):
         """End the log; ``result`` is None if the search failed."""
 
 
-class SearchLogs:
-    """All logs of one search.
+def logs_of(trainer: Trainer) -> tuple[list[SearchLog], Trainer]:
+    """Return the logs that callbacks offer, and the trainer with the other callbacks alone."""
+    own = [(callback, callback.for_search()) for callback in trainer.callbacks]
+    added = [callback.for_search() for callback in added_callbacks(trainer.callbacks)]
+    logs = [log for log in (*(log for _, log in own), *added) if log is not None]
+    return logs, replace(trainer, callbacks=[callback for callback, log in own if log is None])
 
-    Use it as a context manager: leaving it ends the logs.
-    """
 
-    def __init__(
-        self, logs: Sequence[SearchLog], trainer: Trainer, space: Mapping[str, Domain]
-    ) -> None:
-        self._logs, self._trainer, self._space = logs, trainer, space
-        self.result: SearchResult | None = None
-        """The result, once it is there."""
-
-    @staticmethod
-    def of(trainer: Trainer, space: Mapping[str, Domain]) -> tuple[SearchLogs, Trainer]:
-        """Return the logs that callbacks offer, and the trainer with the other callbacks alone."""
-        own = [(callback, callback.for_search()) for callback in trainer.callbacks]
-        added = [callback.for_search() for callback in added_callbacks(trainer.callbacks)]
-        logs: list[SearchLog] = [
-            log for log in (*(log for _, log in own), *added) if log is not None
-        ]
-        others = [callback for callback, log in own if log is None]
-        return SearchLogs(logs, trainer, space), replace(trainer, callbacks=others)
-
-    def __bool__(self) -> bool:
-        return bool(self._logs)
-
-    def add(self, record: TrialRecord, history: History | None) -> None:
-        """Log a trial that has ended, see :meth:`SearchLog.add`."""
-        if not self._logs:
-            return
-        own: Trainer | None
-        try:
-            own = trainer_of(self._trainer, self._space, record.arguments)
-        except (ModelError, ParameterError):
-            own = None
-        for log in self._logs:
-            log.add(own, record, history)
-
-    def __enter__(self) -> SearchLogs:
-        words = {name: describe(domain) for name, domain in self._space.items()}
-        for log in self._logs:
-            log.open(self._trainer, words)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for log in self._logs:
-            log.close(self.result)
+def close(logs: Sequence[SearchLog], result: SearchResult | None) -> None:
+    """End all logs of a search."""
+    for log in logs:
+        log.close(result)
 
 
 class TrialTable:
-    """The finished trials while a search runs, in a folder too if there is one.
+    """The finished trials while a search runs, in a folder and in logs too if there are such.
 
     It is a context manager that shows the progress.
     """
 
     def __init__(
         self,
-        objective: Objective,
+        spec: SearchSpec,
         folder: SearchFolder | None,
         progress: str,
         trials: int,
-        logs: SearchLogs,
+        logs: Sequence[SearchLog],
     ) -> None:
-        self._logs = logs
-        self._objective, self._trials, self._progress = objective, trials, progress
-        self.folder = folder
+        self._spec, self._trials, self._progress = spec, trials, progress
+        self.folder, self._logs = folder, logs
         self.earlier = {} if folder is None else dict(folder.records)
         self.records: dict[int, TrialRecord] = {}
-        self.best: TrialRecord | None = None
-        self.best_outcome: TrialOutcome | None = None  # also None if only the folder has it
+        self.best_outcome: TrialOutcome | None = None  # without weights if only the folder has it
         self._bar: Any = None
         self._told_at = time.monotonic()
+
+    @property
+    def best(self) -> TrialRecord | None:
+        """The best record so far."""
+        return None if self.best_outcome is None else self.best_outcome.record
 
     def add(self, outcome: TrialOutcome) -> None:
         """Add a trial that has just ended."""
         if self.folder is not None:
             self.folder.add(outcome)
-        record = outcome.record
-        self._logs.add(record, outcome.history)
-        if self._note(record):
-            self.best_outcome = outcome
+        self.note(outcome)
         now = time.monotonic()
-        if self._progress == "auto" and self._bar is None and now - self._told_at > LOG_SECONDS:
+        if self._progress == "auto" and self._bar.disable and now - self._told_at > LOG_SECONDS:
             self._told_at = now
-            log_line(f"search: {len(self.records)} of {self._trials} trials{self._best_so_far}")
+            far = f"{len(self.records)} of {self._trials} trials"
+            log_line(", ".join(filter(None, (f"search: {far}", self._best_so_far))))
 
-    def add_earlier(self, number: int) -> TrialRecord:
-        """Add a trial that the folder has, and return it."""
-        record = self.earlier[number]
-        self._logs.add(record, None)
-        if self._note(record):
-            self.best_outcome = None
-        return record
-
-    def _note(self, record: TrialRecord) -> bool:
-        """Add a record, and return whether it is the best one now."""
+    def note(self, outcome: TrialOutcome) -> None:
+        """Add a trial to the records and the logs."""
+        record, own = outcome.record, None
+        if self._logs:
+            with contextlib.suppress(ModelError, ParameterError):
+                own = self._spec.trainer_of(record.arguments)
+        for log in self._logs:
+            log.add(own, record, outcome.history)
         self.records[record.number] = record
-        better = self._objective.is_better(record, self.best)
-        if better:
-            self.best = record
-        if self._bar is not None:
-            self._bar.update()
-            self._bar.set_postfix_str(self._best_so_far.removeprefix(", "))
-        return better
+        if self._spec.objective.is_better(record, self.best):
+            self.best_outcome = outcome
+        self._bar.update()
+        self._bar.set_postfix_str(self._best_so_far)
 
     @property
     def _best_so_far(self) -> str:
-        if self.best is None:
-            return ""
-        return f", best {self._objective.metric} {self.best.value:.4g} in trial {self.best.number}"
+        best, metric = self.best, self._spec.objective.metric
+        return "" if best is None else f"best {metric} {best.value:.4g} in trial {best.number}"
 
     def __enter__(self) -> TrialTable:
-        if shows_bar(self._progress):
-            from tqdm.auto import tqdm
-
-            self._bar = tqdm(total=self._trials, unit="trial", dynamic_ncols=True, desc="search")
+        how = {"dynamic_ncols": True, "disable": not shows_bar(self._progress)}
+        self._bar = bar_class()(total=self._trials, unit="trial", desc="search", **how)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._bar.close()
 
 
 logger = logging.getLogger("sparkdl")
@@ -265,75 +221,75 @@ def search(
     context, settings = facts.context, facts.settings
     connected = context is None
     trials, parallel, seed = plain(trials), plain(parallel), plain(seed)
+    arguments = (trainer, space, trials, parallel, seed)
     raise_all(
         ParameterError,
-        list(
-            _problems_of_search(
-                trainer, space, metric, trials, algorithm, parallel, seed, connected
-            )
-        ),
+        [
+            *(
+                problem
+                for (name, rule), value in zip(ARGUMENTS.items(), arguments, strict=True)
+                for problem in rule.broken_by(name, value)
+            ),
+            *_problems_of_search(trainer, space, metric, algorithm, parallel, connected),
+        ],
     )
     if connected:
         check_search(trainer, path)
-    domains = domains_of(space)
-    objective = _objective(trainer, metric)
-    logs, own = SearchLogs.of(trainer, domains)
-    together = parallel != 1
-    trainer_here, slots = own, 1
+    spec = SearchSpec(trainer, domains_of(space), _objective(trainer, metric))
+    logs, own = logs_of(trainer)
+    together, slots = parallel != 1, 1
     if together and not connected:
-        here = own.number_of_replicas or 1
-        trainer_here = replace(own.settled(), engine="local", replicas=here)
+        own = replace(own.settled(), engine="local", replicas=own.number_of_replicas or 1)
         slots = parallel or task_slots(context, seconds=min(SLOT_SECONDS, settings.timeout or 30))
     elif not connected:
-        trainer_here = with_fields_decided(own, data)
-    folder = None
+        own = with_fields_decided(own, data)
+    folder, here = None, replace(spec, trainer=own)
     if path is not None:
-        told = _described(trainer, domains, objective, algorithm, together, seed)
-        folder = SearchFolder.open(path, told, objective)
+        told = _described(here, algorithm, together, seed)
+        folder = SearchFolder.open(path, told, spec.objective)
     search_id = folder.search_id if folder else secrets.token_hex(8)
-    chosen = _algorithm(algorithm, domains, trials, seed, objective, search_id)
+    chosen = _algorithm(algorithm, spec, trials, seed, search_id)
+    table = TrialTable(spec, folder, settings.progress, chosen.trials, logs)
+    result: SearchResult | None = None
     with contextlib.ExitStack() as stack:
         if not connected:
             stack.enter_context(warming_up(context))
             stack.enter_context(own_properties(context))
-        placements = stack.enter_context(Placements(data, list(domains), folder))
-        stack.enter_context(logs)
+        placed = stack.enter_context(contextlib.ExitStack())  # ends after the runner
+        placements = Placements(data, spec.space, folder, placed)
+        for log in logs:
+            log.open(trainer, {name: describe(domain) for name, domain in spec.space.items()})
+        stack.callback(lambda: close(logs, result))
         runner: Runner
         if connected:
-            runner = ConnectedTrials(data, own, domains, objective, parallel)
+            runner = ConnectedTrials(
+                context=None, spec=here, placements=None, data=data, parallel=parallel
+            )
         elif together:
-            group = f"sparkdl-{search_id}"
             runner = SideBySide(
-                context,
-                trainer_here,
-                domains,
-                objective,
-                placements,
-                slots,
-                group,
-                settings,
-                bool(logs),
+                context=context,
+                spec=here,
+                placements=placements,
+                slots=slots,
+                name=f"sparkdl-{search_id}",
+                settings=settings,
+                logged=bool(logs),
             )
         else:
-            runner = FitsHere(context, trainer_here, domains, objective, placements)
-            runner.keep = folder is not None
+            keep = folder is not None
+            runner = FitsHere(context=context, spec=here, placements=placements, keep=keep)
             if logs:
                 stack.enter_context(none_added())
-        stack.enter_context(runner)
-        trial_table = TrialTable(objective, folder, settings.progress, chosen.trials, logs)
+        stack.callback(runner.close)
         asked = interruptible(_TOLD) if together else contextlib.nullcontext(Interrupt())
-        with asked as interrupt, trial_table:
-            stopped = _make_trials(chosen, runner, trial_table, interrupt)
-        best = trial_table.best
-        model = None
-        if best is not None:
-            model = _model(trial_table, trainer_here, domains, placements, objective)
-        elif trial_table.records:
-            first = trial_table.records[min(trial_table.records)]
-            logger.warning("no trial was completed; the first one says: %s", first.reason)
-        records = tuple(trial_table.records[number] for number in sorted(trial_table.records))
-        logs.result = SearchResult(records, best, stopped, objective, domains, trainer, model)
-    return logs.result
+        with asked as interrupt, table:
+            stopped = _make_trials(chosen, runner, table, interrupt)
+        records = tuple(table.records[number] for number in sorted(table.records))
+        if table.best is None and records:
+            logger.warning("no trial was completed; the first one says: %s", records[0].reason)
+        model = _model(table, here, placements)
+        result = SearchResult(records, table.best, stopped, spec, model)
+    return result
 
 
 def _make_trials(
@@ -357,7 +313,7 @@ def _make_trials(
             earlier = table.earlier.get(asked)
             arguments = algorithm.ask(asked, earlier.arguments if earlier else None)
             if earlier is not None:
-                table.add_earlier(asked)
+                table.note(TrialOutcome(earlier))
             else:
                 try:
                     trial = Proposed(asked, arguments, algorithm.pruning(), table.best)
@@ -376,45 +332,34 @@ def _make_trials(
     return None
 
 
-def _model(
-    table: TrialTable,
-    trainer: Trainer,
-    space: Mapping[str, Domain],
-    placements: Placements,
-    objective: Objective,
-) -> TrainedModel:
-    """Return the trained model of the best trial."""
-    best, outcome = table.best, table.best_outcome
-    assert best is not None
-    trained = None if outcome is None else outcome.trained
+def _model(table: TrialTable, spec: SearchSpec, placements: Placements) -> TrainedModel | None:
+    """Return the trained model of the best trial, if there is one."""
+    outcome = table.best_outcome
+    if outcome is None:
+        return None
+    trained, arguments = outcome.trained, outcome.record.arguments
     if trained is None:
-        if outcome is not None and outcome.history is not None:
-            weights, history = outcome.weights, outcome.history
-        else:
+        weights, history = outcome.weights, outcome.history
+        if history is None:
             assert table.folder is not None
-            weights, history = table.folder.model(best.number)
-        own = trainer_of(trainer, space, best.arguments)
-        placed = placements.of(own, best.arguments)
+            weights, history = table.folder.model(outcome.record.number)
+        own = spec.trainer_of(arguments)
+        placed = placements.of(own, arguments)
         fit = LocalFit(placed.training, placed.validation, placed.float_dtype)
         trained = fit.trained(own, list(weights), weights.__getitem__, history)
-    return trained if trained.best is None or not objective.best else trained.best
+    return trained if trained.best is None or not spec.objective.best else trained.best
 
 
 def _algorithm(
-    algorithm: str | Optuna,
-    space: Mapping[str, Domain],
-    trials: int | None,
-    seed: int,
-    objective: Objective,
-    search_id: str,
+    algorithm: str | Optuna, spec: SearchSpec, trials: int | None, seed: int, search_id: str
 ) -> Algorithm:
     """Return the algorithm that the user asked for."""
     if algorithm == "grid":
-        return Grid(space, trials)
+        return Grid(spec.space, trials)
     if algorithm == "random":
-        return Random(space, trials, seed)
+        return Random(spec.space, trials, seed)
     options = algorithm if isinstance(algorithm, Optuna) else Optuna()
-    return OptunaSearch(options, space, trials, seed, objective, search_id)
+    return OptunaSearch(options, spec, trials, seed, search_id)
 
 
 def _objective(trainer: Trainer, metric: str) -> Objective:
@@ -425,24 +370,19 @@ def _objective(trainer: Trainer, metric: str) -> Objective:
 
 
 def _described(
-    trainer: Trainer,
-    space: Mapping[str, Domain],
-    objective: Objective,
-    algorithm: str | Optuna,
-    together: bool,
-    seed: int,
+    spec: SearchSpec, algorithm: str | Optuna, together: bool, seed: int
 ) -> dict[str, str]:
     """Return what is searched, in words: what must be the same for a search to go on."""
-    told = describe_trainer(trainer)
+    told = describe_trainer(spec.trainer)
     for name in ("callbacks", "validation", "checkpoint"):
         told.pop(name, None)
-    validation, options = trainer.validation, algorithm
+    validation, options = spec.trainer.validation, algorithm
     assert validation is not None
     if isinstance(algorithm, Optuna):
         options = f"optuna, {describe(algorithm.sampler)}, {describe(algorithm.pruner)}"
     return {
-        "space": describe(space),
-        "metric": objective.metric,
+        "space": describe(spec.space),
+        "metric": spec.objective.metric,
         "algorithm": str(options),
         "trials run": "side by side" if together else "one after another",
         "seed": str(seed),
@@ -451,26 +391,31 @@ def _described(
     }
 
 
+_COUNT = Rule(
+    remedy="give a whole number of at least 1, or None", fits=lambda v: v is None or is_whole(v, 1)
+)
+ARGUMENTS = {
+    "trainer": Rule(remedy="give a sparkdl.Trainer", kind=Trainer),
+    "space": Rule(remedy='give a mapping, such as {"optimizer.lr": [0.01, 0.1]}', kind=Mapping),
+    "trials": _COUNT,
+    "parallel": _COUNT,
+    "seed": Rule(
+        remedy="give a whole number", fits=lambda v: isinstance(v, int) and not isinstance(v, bool)
+    ),
+}
+"""The rules of arguments that need no other one."""
+
+
 def _problems_of_search(
-    trainer: Any,
-    space: Any,
-    metric: Any,
-    trials: Any,
-    algorithm: Any,
-    parallel: Any,
-    seed: Any,
-    connected: bool = False,
+    trainer: Any, space: Any, metric: Any, algorithm: Any, parallel: Any, connected: bool
 ) -> Iterator[str]:
-    """Yield what is wrong with the arguments of :func:`sparkdl.tune.search`, in its order.
+    """Yield what arguments of :func:`sparkdl.tune.search` that are right alone have wrong together.
 
     In a session of Spark Connect (``connected``) trials are fits of gangs.
     """
     if not isinstance(trainer, Trainer):
-        yield f"trainer is {kind_of(trainer)}: give a sparkdl.Trainer."
         return
-    if not isinstance(space, Mapping):
-        yield f'space is {kind_of(space)}: give a mapping, such as {{"optimizer.lr": [0.01, 0.1]}}.'
-    else:
+    if isinstance(space, Mapping):
         yield from problems_of_names(trainer, space)
     if trainer.validation is None:
         yield (
@@ -484,11 +429,6 @@ def _problems_of_search(
                 f'metric="{metric}" is not in the validation, which has {", ".join(names)}.'
                 f"{nearest(str(metric), names)}"
             )
-    for name, value in (("trials", trials), ("parallel", parallel)):
-        if value is not None and not is_whole(value, 1):
-            yield f"{name}={shown(value)}: give a whole number of at least 1, or None."
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        yield f"seed={shown(seed)}: give a whole number."
     if not isinstance(algorithm, Optuna) and algorithm not in ALGORITHMS:
         yield (
             f"algorithm={shown(algorithm)}: use one of {', '.join(ALGORITHMS)}, or tune.Optuna(...)."

@@ -101,7 +101,8 @@ class Choice:
         for number, option in enumerate(values):
             simple = option is None or isinstance(option, (bool, int, float, str))
             label = option if simple and option == option else describe(option)  # nan is not nan
-            labels.append(f"{label} ({number})" if _holds(labels, label) else label)
+            twice = any(_same(one, label) for one in labels)
+            labels.append(f"{label} ({number})" if twice else label)
         return Choice(values, tuple(labels))
 
     @property
@@ -126,10 +127,6 @@ class Choice:
 def _same(one: Shown, other: Shown) -> bool:
     """Return whether two values are shown alike; True and 1 are not."""
     return type(one) is type(other) and one == other
-
-
-def _holds(labels: Sequence[Shown], label: Shown) -> bool:
-    return any(_same(one, label) for one in labels)
 
 
 def uniform(low: float, high: float) -> Uniform:
@@ -179,12 +176,15 @@ def choice(options: Sequence[Any]) -> Choice:
     Raises:
         ParameterError: ``options`` is no list, or it is empty.
     """
-    given = plain_list(options)
-    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
-        raise ParameterError(f"tune.choice: give a list of values, not {kind_of(options)}.")
-    if not given:
-        raise ParameterError("tune.choice: give at least one value.")
-    return Choice.of(given)
+    return _choice(options, f"tune.choice({shown(options)}): give a list of at least one value.")
+
+
+def _choice(options: Any, problem: str) -> Choice:
+    """Return the domain of values that are a list and not empty; else raise the problem."""
+    values = plain_list(options)
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
+        raise ParameterError(problem)
+    return Choice.of(values)
 
 
 def _bounds(name: str, low: Any, high: Any, positive: bool = False) -> tuple[float, float]:
@@ -199,16 +199,12 @@ def _bounds(name: str, low: Any, high: Any, positive: bool = False) -> tuple[flo
 
 def domains_of(space: Mapping[str, Any]) -> dict[str, Domain]:
     """Return the domain of each argument of a space."""
-    found: dict[str, Domain] = {}
-    for name, given in space.items():
-        if isinstance(given, (Uniform, Integers, Choice)):
-            found[name] = given
-            continue
-        values = plain_list(given)
-        if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
-            raise ParameterError(
-                f'space["{name}"] is {kind_of(given)}: give a list of values, or '
-                "tune.uniform(low, high), tune.loguniform(low, high) or tune.integers(low, high)."
-            )
-        found[name] = Choice.of(values)
-    return found
+    remedy = "tune.uniform(low, high), tune.loguniform(low, high) or tune.integers(low, high)."
+    return {
+        name: values
+        if isinstance(values, (Uniform, Integers, Choice))
+        else _choice(
+            values, f'space["{name}"] is {kind_of(values)}: give a list of values, or {remedy}'
+        )
+        for name, values in space.items()
+    }
