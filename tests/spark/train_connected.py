@@ -457,14 +457,15 @@ def stopped(spark: Any, data: Any) -> list[str]:
         callbacks=[connected_fits.LogBegin()],
     )
     handler = logging.Handler()
+    stop = threading.Thread(target=spark.stop)
     handler.emit = lambda record: (  # type: ignore[method-assign]
-        threading.Thread(target=spark.stop).start()
-        if record.getMessage() == connected_fits.BEGUN
-        else None
+        stop.start() if record.getMessage() == connected_fits.BEGUN else None
     )
     logging.getLogger("sparkdl").addHandler(handler)
+    meanwhile = told(lambda: endless.fit(data))
+    stop.join()
     return [
-        told(lambda: endless.fit(data)),
+        meanwhile,
         told(lambda: connected_fits.fits(data)["weighted"].fit(data)),
         told(lambda: sparkdl.gang.run(os.getpid, ranks=2, spark=spark)),
     ]
