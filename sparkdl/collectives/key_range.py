@@ -394,7 +394,9 @@ def _joined(
         isinstance(s, (int, float)) or (isinstance(s, torch.Tensor) and not s.dim()) for s in states
     ):
         return max(states, key=float)
-    if not any(isinstance(s, torch.Tensor) for s in states) and all(s == states[0] for s in states):
+    if all(isinstance(s, (str, type(None))) and s == states[0] for s in states):
+        return states[0]
+    if len(states) == 1 and not isinstance(states[0], torch.Tensor):
         return states[0]
     raise ValueError(
         f'the optimizer\'s "{name}" of {old.name!r} is {kind_of(states[0])}, which cannot be shared '

@@ -528,15 +528,18 @@ def receive_weights(
 
     Yields one frame, a pickled :class:`NodeWeights`.
     """
-    frames, replica = read_pairs(pairs)
-    pool, reports, copies = open_pool(replica.run.slab), [], {}
-    for header, payload in frames:
+    pool, reports, copies = None, [], {}
+    for frame, replica in pairs:  # one after another: together they may be a whole model
+        if pool is None:
+            pool = open_pool(pickle.loads(replica).run.slab)
+        header, payload = decode(frame)
         if header.report is not None:
             reports.append(header.report)
         if header.weights:
             with pool.claim("weights", len(payload), step.submission, step.oldest_needed) as claim:
                 claim.bytes[:] = np.frombuffer(payload, np.uint8)
             copies[header.index] = SliceHandle(claim.reference)
+    assert pool is not None
     yield pickle.dumps(NodeWeights(pool.node_id, copies, tuple(reports)))
 
 

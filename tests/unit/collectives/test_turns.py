@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdl.collectives.key_range import Gradient, KeyRange, KeySpec, Rounds
+from sparkdl.collectives.key_range import (
+    Gradient,
+    KeyRange,
+    KeySpec,
+    Manifest,
+    Rounds,
+    read_ranges,
+    write_ranges,
+)
 from sparkdl.collectives.server_messages import Kind, Operation, OperationOrder
-from sparkdl.errors import ParameterError
+from sparkdl.errors import CheckpointError, ParameterError
 
 
 @st.composite
@@ -127,3 +136,38 @@ def test_rows_and_whole_gradients_add_up(average):
     ])  # fmt: skip
     expected = torch.tensor([[3.0, 3.0], [5.0, 5.0], [1.0, 1.0]])
     assert torch.equal(its.values, expected / 2 if average else expected)
+
+
+NOTES = {
+    "rows": (lambda place: torch.full((3,), float(place)), [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]),
+    "a count": (lambda place: place, 1),
+    "a count in a tensor": (lambda place: torch.tensor(float(place)), 1.0),
+    "nothing": (lambda place: None, None),
+    "the same word": (lambda place: "word", "word"),
+    "another word": (lambda place: f"word {place}", "is a str"),
+    "tensors in a list": (lambda place: [torch.zeros(3)], "is a list"),
+    "no rows": (lambda place: torch.zeros(2), "is a Tensor"),
+}
+
+
+@pytest.mark.parametrize("case", NOTES)
+def test_what_optimizers_know_is_joined_where_there_are_fewer_owners(case, tmp_path):
+    note, expected = NOTES[case]
+    make = partial(torch.optim.SGD, lr=0.1)
+    two, one = (KeySpec.of("w", 0, (6, 2), torch.float32, owners) for owners in (2, 1))
+    saved = Manifest(tmp_path, "name", 2, "SGD", (two,))
+    for place in range(2):
+        its = KeyRange(torch.full(two.range_shape(place), float(place)), make, False)
+        its.state["note"] = note(place)
+        write_ranges(saved.file_of(place), {0: its})
+        (again,) = read_ranges(saved, [two], place, make, False).values()
+        assert str(again.state) == str(its.state)  # whatever it is, as many owners have it again
+    if case in ("another word", "tensors in a list", "no rows"):
+        said = f'"note" of \'w\' {expected}, which cannot be shared out to other owners: use as many'
+        with pytest.raises(CheckpointError, match=said):
+            read_ranges(saved, [one], 0, make, False)
+        return
+    (found,) = read_ranges(saved, [one], 0, make, False).values()
+    assert found.values[:, 0].tolist() == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+    known = found.state["note"]
+    assert (known.tolist() if isinstance(known, torch.Tensor) else known) == expected

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from functools import partial
+
 import pytest
 import torch
 from nodes_here import Machine, Tagged, gradient_bytes
@@ -10,6 +13,7 @@ from sparkdl.data.batches import BatchSpec
 from sparkdl.engines.shuffle import forms
 from sparkdl.engines.shuffle.forms import NodeReducePlan
 from sparkdl.engines.shuffle.messages import MOVED, SliceBytes, planned
+from sparkdl.engines.shuffle.update_tasks import receive_weights, send_weights
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.flat import Layout, TensorRange, layout_of
 from sparkdl.replica.iteration import SliceHandle
@@ -99,6 +103,28 @@ def test_weights_arrive_once_a_node_and_outlive_their_twins(machine):
     for node in "ab":
         files = list((one._folder / node / "slabs").glob("*/weights-*"))
         assert len(files) <= 3 * 2  # the first of all, version t and t + 1, each by two twins
+
+
+def test_weights_that_arrive_are_written_before_the_next_are_read(machine):
+    """Together they may be a whole model."""
+    one, alive = machine("one", "aab", "aaaa", (2, 2, 2)), [0]
+
+    class Frame(bytes):
+        def __del__(self):
+            alive[0] -= 1
+
+    def arriving(pairs):
+        for frame, replica in pairs:
+            alive.append(alive[0])
+            alive[0] += 1
+            yield Frame(frame), replica
+
+    sent = one.stage(partial(send_weights, one.states, one.nodes), one.owners, one.slices)
+    arrived = one.zip(one.shuffle(sent, 3), one.counted(4))
+    with one.on("b"):
+        (frame,) = receive_weights(one.step(), 2, arriving(arrived[2]))
+    assert pickle.loads(frame).copies.keys() == {0, 1, 2, 3}
+    assert max(alive[1:]) <= 1  # the one before, until the next has taken its name
 
 
 def test_a_task_that_finds_itself_elsewhere_reports_it(machine):
