@@ -163,7 +163,9 @@ def test_what_optimizers_know_is_joined_where_there_are_fewer_owners(case, tmp_p
         (again,) = read_ranges(saved, [two], place, make, False).values()
         assert str(again.state) == str(its.state)  # whatever it is, as many owners have it again
     if case in ("another word", "tensors in a list", "no rows"):
-        said = f'"note" of \'w\' {expected}, which cannot be shared out to other owners: use as many'
+        said = (
+            f"\"note\" of 'w' {expected}, which cannot be shared out to other owners: use as many"
+        )
         with pytest.raises(CheckpointError, match=said):
             read_ranges(saved, [one], 0, make, False)
         return
