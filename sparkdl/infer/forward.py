@@ -423,8 +423,8 @@ def zeros_like(
         lengths = [length + 4 * level for level in range(len(one.rules))]
         counts = np.cumprod([rows, *lengths])
         zeros: Rows = np.full((counts[-1], *one.shape), number, one.dtype)
-        for rule, number, size in reversed(list(zip(one.rules, counts[:-1], lengths, strict=True))):
-            zeros = Ragged(zeros, np.arange(number + 1) * size, rule)
+        for rule, count, size in reversed(list(zip(one.rules, counts[:-1], lengths, strict=True))):
+            zeros = Ragged(zeros, np.arange(count + 1) * size, rule)
         arrays.append(zeros)
     return arrays
 

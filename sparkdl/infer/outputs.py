@@ -57,6 +57,8 @@ def type_of(value: Any) -> pa.DataType:
         return pa.null()
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         array = as_numpy(value) if isinstance(value, torch.Tensor) else np.asarray(value)
+        if array.dtype.kind in "mM":  # versions of Spark read times without a zone differently
+            raise TypeError(f"a column cannot hold {array.dtype}")
         return to_arrow(array[None]).type
     if (fields := fields_of(value)) is not None:
         return pa.struct([(name, type_of(part)) for name, part in fields.items()])
@@ -184,7 +186,9 @@ class Output:
         """The Arrow type of a prediction. Raises ParameterError for a dtype that no column can have."""
         empty = torch.zeros(0, *self.shape, dtype=getattr(torch, self.dtype))
         try:
-            return to_arrow(as_numpy(empty)).type
+            kind = to_arrow(as_numpy(empty)).type
+            sql_type(kind)
+            return kind
         except (TypeError, pa.ArrowException):
             raise ParameterError(
                 f"Spark has no column type for {self.dtype}: convert the output with postprocess=, "
@@ -235,7 +239,7 @@ class OutputColumn:
                 f"of shape [{rows}, ...]. Name another part, {for_example(value)}."
             )
         column = OutputColumn(name, part, Output.of(value), False, finish, dimensions)
-        column.type  # noqa: B018 - raises if there is none
+        column.kind  # noqa: B018 - raises if there is none
         return column
 
     @staticmethod

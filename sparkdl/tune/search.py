@@ -245,7 +245,7 @@ def search(
         own = with_fields_decided(own, data)
     folder, here = None, replace(spec, trainer=own)
     if path is not None:
-        told = _described(here, algorithm, together, seed)
+        told = _described(spec, algorithm, together, seed)
         folder = SearchFolder.open(path, told, spec.objective)
     search_id = folder.search_id if folder else secrets.token_hex(8)
     chosen = _algorithm(algorithm, spec, trials, seed, search_id)

@@ -207,6 +207,7 @@ def test_a_search_goes_on_from_its_folder(
         (own, frames[1], "on other data, of 200 rows"),
         (replace(own, validation=fewer), frames[0], "on other validation data, of .* has 20"),
         (replace(own, validation=rarely), frames[0], "another search: validation is"),
+        (replace(own, replicas=2), frames[0], "trainer.replicas is 2 here and None there"),
     ):
         with pytest.raises(sparkdl.ParameterError, match=told):
             tune.search(

@@ -11,6 +11,7 @@ from torch import nn
 
 from sparkdl import Convert
 from sparkdl.data.columns.base import Column
+from sparkdl.errors import ParameterError
 from sparkdl.infer import outputs as output_module
 from sparkdl.infer.forward import ShippedModule
 from sparkdl.infer.outputs import (
@@ -60,6 +61,13 @@ def test_an_output_becomes_the_column_that_was_declared(
     assert column.type == kind
     column.validate(full=True)
     assert column.to_pylist() == tensor.tolist()
+
+
+@pytest.mark.parametrize("name", ["uint16", "uint32", "uint64", "complex64", "float8_e5m2"])
+def test_an_output_that_no_column_holds_is_told(name: str) -> None:
+    values = torch.zeros(2, 3).to(getattr(torch, name))
+    told = message_of(ParameterError, OutputColumn.of, "p", None, values, 2)
+    assert told.startswith(f"Spark has no column type for {name}: convert the output with postpro")
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (0, 3, 2), (2, 0), (2, 0, 3), (2, 3, 0)])
@@ -141,6 +149,7 @@ NESTED: dict[str, tuple[list[object], list[object] | None, str]] = {
     "texts and numbers": (["a", 1], None, "it is string in one row and int64 in another"),
     "lists and numbers": ([[1], 1], None, "in one row and int64 in another"),
     "objects": ([object()], None, "a column cannot hold an object"),
+    "times": ([[np.datetime64("2026-01-01", "s")]], None, r"a column cannot hold datetime64\[s\]"),
 }  # fmt: skip
 
 

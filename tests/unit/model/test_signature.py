@@ -160,6 +160,12 @@ class Scores(nn.Module):
         return candidates.float()
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_made_up_rows_of_several_sequences_hold_one_number(number: int) -> None:
+    made = zeros_like([Field(name, "int64", (), Padding()) for name in "ab"], number=number)
+    assert [set(rows.used.tolist()) for rows in made] == [{number}] * 2
+
+
 def test_a_trial_goes_on_with_the_rows_of_the_data() -> None:
     """Which may be longer than those that were trained on; nothing stays of the trial."""
     made, asked, module = zeros_like([Field("candidates", "int64", (), Padding())]), [], Scores()
