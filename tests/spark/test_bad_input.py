@@ -101,7 +101,7 @@ def test_a_query_that_fails_is_told_before_training(
 def test_the_tables_are_large() -> None:
     everything = [*MISTAKES, *QUERIES, *USES]
     assert len({mistake.name for mistake in everything}) == len(everything)
-    assert len(everything) >= 180
+    assert len(everything) >= 165
 
 
 @pytest.fixture(scope="module")
