@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # All at once want two cores: two threads that share a few numbers would wait for each other.
     os.environ["OMP_NUM_THREADS"] = "1"
     if not hasattr(config, "workerinput"):
-        fork_server.start()  # one for all processes of this run
+        fork_server.begin()  # one for all processes of this run
     if config.getoption("dist", "no") == "no":  # else others run the tests
         _set_up(config)
 

@@ -31,6 +31,8 @@ PATHS = [str(Path(__file__).parent), str(Path(_SPARKDL.origin).parents[1])]
 """The paths of the tests' helpers and of the very package that the tests import."""
 FOLDER = "SPARKDL_TESTS_FORKS"
 """The variable with the path of the server's folder."""
+WITHOUT = "SPARKDL_TESTS_WITHOUT_FORKS"
+"""The variable with a folder of programs that are no forks, if there are to be none."""
 STACKS = signal.SIGUSR1
 """The signal at which forks print the stacks of their threads."""
 NAME = "python:"
@@ -72,6 +74,9 @@ def run_fresh(
 def begin() -> None:
     """Start the server of this process, and of those that it starts. It imports nothing before it is
     asked."""
+    if WITHOUT in os.environ:
+        os.environ[FOLDER] = os.environ[WITHOUT]
+        return
     folder = Path(tempfile.mkdtemp(prefix="forks-"))
     source = Path(__file__).with_name("forked_python.py").read_text()
     with contextlib.ExitStack() as stack:

@@ -390,13 +390,10 @@ def _joined(
     ]
     if all(each):
         return torch.cat(list(states))[rows].clone()
-    if all(
-        isinstance(s, (int, float)) or (isinstance(s, torch.Tensor) and not s.dim()) for s in states
-    ):
+    if all(isinstance(s, (int, float)) or getattr(s, "ndim", None) == 0 for s in states):
         return max(states, key=float)
-    if all(isinstance(s, (str, type(None))) and s == states[0] for s in states):
-        return states[0]
-    if len(states) == 1 and not isinstance(states[0], torch.Tensor):
+    same = len(states) == 1 or all(isinstance(s, str | None) and s == states[0] for s in states)
+    if same and not isinstance(states[0], torch.Tensor):
         return states[0]
     raise ValueError(
         f'the optimizer\'s "{name}" of {old.name!r} is {kind_of(states[0])}, which cannot be shared '

@@ -127,7 +127,7 @@ def environment(python: Path, forks: bool = True) -> dict[str, str]:
         fresh = python.with_name("fresh")
         if not fresh.exists():
             fresh.symlink_to("python")
-        kept["SPARKDL_TESTS_FORKS"] = str(python.parent)
+        kept["SPARKDL_TESTS_WITHOUT_FORKS"] = str(python.parent)
     return {
         **kept,
         "PYSPARK_PYTHON": str(python),

@@ -494,12 +494,9 @@ def weight_frames(nodes: Nodes, report: SliceReport, run: RunSpec) -> Iterator[b
     payload = None if weights is None else as_tensor(pool.read(weights), torch.uint8)
     for place, node_id in enumerate(nodes.replicas):
         takes = node_id != pool.node_id and nodes.representative(node_id, report.index) == place
-        frame = encode(
-            WeightsHeader(
-                report.index, report if place == 0 else None, takes and payload is not None
-            ),
-            payload if takes else None,
-        )
+        told = report if place == 0 else None
+        header = WeightsHeader(report.index, told, takes and payload is not None)
+        frame = encode(header, payload if takes else None)
         if weights is not None:
             pool.check(weights)
         yield from send(place, frame)

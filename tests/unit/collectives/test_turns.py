@@ -173,3 +173,19 @@ def test_what_optimizers_know_is_joined_where_there_are_fewer_owners(case, tmp_p
     assert found.values[:, 0].tolist() == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
     known = found.state["note"]
     assert (known.tolist() if isinstance(known, torch.Tensor) else known) == expected
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2), (2, 4)])
+def test_rows_come_to_another_number_of_owners_with_what_is_known_of_them(before, after, tmp_path):
+    make, rows = partial(torch.optim.SGD, lr=0.1), torch.arange(14.0).view(7, 2)
+    old, new = (KeySpec.of("w", 2, (7, 2), torch.float32, owners) for owners in (before, after))
+    saved = Manifest(tmp_path, "name", before, "SGD", (old,))
+    for place in range(before):
+        its = KeyRange(rows[old.range_of(place)].clone(), make, False)
+        its.state["note"] = its.values + 0.5
+        write_ranges(saved.file_of(place), {old.number: its})
+    for place in range(after):
+        (its,) = read_ranges(saved, [new], place, make, False).values()
+        assert torch.equal(its.values, rows[new.range_of(place)])
+        assert torch.equal(its.state["note"], its.values + 0.5)
+        assert its.values.untyped_storage().nbytes() == its.values.nbytes  # nothing else is kept
