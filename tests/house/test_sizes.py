@@ -14,7 +14,7 @@ from trees import parsed
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
     "modules": 239,
-    "lines": 69_079,
+    "lines": 69_081,
     "modules of more than 600 lines": 0,
     "percent of lines in the largest room": 14,
     "modules with a single importer": 30,
@@ -45,7 +45,7 @@ CODE = {
     "slices": 1958,
     "spark": 1051,
     "summaries": 864,
-    "train": 3189,
+    "train": 3191,
     "tune": 1740,
     "usercode": 525,
     "": 1897,  # the modules at the top

@@ -221,7 +221,8 @@ ROWS = [
         lambda fit: fit(
             fit.good(), validation=sparkdl.Validation(fit.features("array<double>", [1.0]))
         ),
-        'validation data: "features" is float32[1], in the training data float32[2]: give both alike.',
+        'validation data: "features" is float32[1], in the training data float32[2]: declare '
+        'columns={"features": sparkdl.Sequence()} if lengths vary, or give both alike.',
         jobs=6,
     ),
     data_error(
