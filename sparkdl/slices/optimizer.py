@@ -348,7 +348,7 @@ DECLARED = "update_depends_on"
 
 
 KINDS = ("element", "tensor", "all")
-"""What the update of an element depends on, from the least to the most."""
+"""The kinds of an optimizer: by what the update of an element depends on, the least first."""
 
 
 def declared(kind: type[torch.optim.Optimizer]) -> str | None:

@@ -56,8 +56,6 @@ logger = logging.getLogger("sparkdl")
 PERSISTED = "sparkdl.connect.rows:PersistedSamples"
 """The samples of a session of Spark Connect; their room lies above this one."""
 
-VARYING = 'declare columns={"%s": sparkdl.Sequence()} if lengths vary, or '
-"""A remedy for lists that are longer in the validation data."""
 MOST_READINGS = 4
 """The number of times that data are read: each further one follows a column that asks for it."""
 
@@ -443,10 +441,12 @@ def check_validation(samples: SampleSet, validation: SampleSet) -> None:
         if np.dtype(one.dtype).kind == np.dtype(other.dtype).kind == "i":  # int64 in a mini-batch
             alike = replace(alike, dtype=other.dtype)
         if alike != other:
-            text = f'validation data: "{one.name}" is {one}, in the training data {other}: '
             lists = len(one.shape) == len(other.shape) and one.shape[1:] == other.shape[1:]
-            varying = lists and replace(one, shape=other.shape) == other
-            text += f"{VARYING % other.name if varying else ''}give both alike."
+            remedy = "give both alike."
+            if lists and replace(one, shape=other.shape) == other:
+                spec = f'columns={{"{other.name}": sparkdl.Sequence()}}'
+                remedy = f"declare {spec} if lengths vary, or {remedy}"
+            text = f'validation data: "{one.name}" is {one}, in the training data {other}: {remedy}'
             specs = adapted_specs([*samples.handles, *validation.handles])
             if other.name in specs:
                 raise ReadOtherwise.of(text, other.name, specs[other.name])

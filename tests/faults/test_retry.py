@@ -301,7 +301,7 @@ def bench(request, tmp_path):
 
 
 def residuals_of(frames: list[list[bytes]]) -> tuple[ResidualHandle | None, ...]:
-    """What replicas keep where gradients are compressed."""
+    """Return what each replica keeps of its compressed gradients."""
     return tuple(decode(gradients[0])[0].report.residual for gradients in frames)
 
 
