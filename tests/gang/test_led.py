@@ -7,9 +7,8 @@ import functools
 import os
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -35,20 +34,36 @@ def attend(meeting: Rendezvous) -> None:
     meeting.attend(driver, functools.partial(RankContext, 1, 2, "127.0.0.1", CPU, []))
 
 
+def attend_late(meeting: Rendezvous) -> None:
+    """The life of a rank 1 that pauses after each read of what the driver sends."""
+    read = channel._exactly
+
+    def late(nbytes: int, connection: socket.socket) -> bytes:
+        content = read(nbytes, connection)
+        time.sleep(1.0)
+        return content
+
+    channel._exactly = late
+    attend(meeting)
+
+
 @contextlib.contextmanager
-def leading(timeout: float = 60.0, come: bool = True) -> Iterator[LedGang]:
+def leading(
+    timeout: float = 60.0, life: Callable[[Rendezvous], None] | None = attend
+) -> Iterator[LedGang]:
+    """``life`` is rank 1's, in a process of its own: a rank whose driver hangs up interrupts it."""
     start = forkserver()
     listener = Listener("127.0.0.1")
     meeting = Rendezvous("127.0.0.1", listener.port, listener.key, "cpu", False, led.JOB)
-    process = start.Process(target=attend, args=(meeting,))
-    if come:
+    process = start.Process(target=life, args=(meeting,))
+    if life:
         process.start()
     with contextlib.ExitStack() as at_end:
         own = RankContext(0, 2, "127.0.0.1", CPU, [], at_end)
         gang = LedGang(listener, own, timeout)
         with contextlib.closing(gang):
             yield gang
-    if come:
+    if life:
         process.join(20)
         process.kill()
 
@@ -93,7 +108,7 @@ def test_who_does_not_come_is_named(
 ) -> None:
     monkeypatch.setattr(led, "REACH_SECONDS", 0.2)
     monkeypatch.setattr(channel, "HELLO_SECONDS", 0.6)
-    with leading(come=False) as gang, contextlib.ExitStack() as block:
+    with leading(life=None) as gang, contextlib.ExitStack() as block:
         if connects:
             address = "127.0.0.1", gang._listener.port
             block.enter_context(socket.create_connection(address))
@@ -104,28 +119,13 @@ def test_who_does_not_come_is_named(
 def test_who_connects_and_pauses_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than a rank may take that cannot connect."""
     monkeypatch.setattr(led, "REACH_SECONDS", 0.2)
-    with leading(come=False) as gang:
-        meeting = Rendezvous("127.0.0.1", gang._listener.port, gang._listener.key, "cpu")
-        read = channel._exactly
-
-        def late(nbytes: int, connection: socket.socket) -> bytes:
-            content = read(nbytes, connection)
-            time.sleep(1.0)
-            return content
-
-        monkeypatch.setattr(channel, "_exactly", late)
-        hello = Introduction(1, led.JOB, 0, 2, "there")
-        member = functools.partial(RankContext, 1, 2, "127.0.0.1", CPU, [])
-        rank = threading.Thread(target=meeting.serve, args=(hello, member))
-        monkeypatch.setattr(led, "form_group", lambda joining, seconds: [])
-        rank.start()
+    monkeypatch.setattr(led, "form_group", lambda joining, seconds: [])
+    with leading(life=attend_late) as gang:
         gang.start()
         assert gang.call(functools.partial(named, "there"), "naming") == [
             (0, "there"),
             (1, "there"),
         ]
-    rank.join(10)
-    assert not rank.is_alive()
 
 
 def fail(rank: int, member: RankContext) -> None:
