@@ -25,7 +25,7 @@ import numpy as np
 from sparkdl.data.fields import Field, RowFile, SampleHandle
 from sparkdl.data.partition_reader import SegmentWriter, map_file, segment_files
 from sparkdl.data.partition_writer import save_order, where_there_is_room
-from sparkdl.data.preview import Preview, row_bytes
+from sparkdl.data.preview import Preview, Run, row_bytes
 from sparkdl.data.ragged import Rows, concatenate
 from sparkdl.data.row_order import row_hashes
 from sparkdl.errors import TrainingError
@@ -39,6 +39,7 @@ KINDS = 64
 MOST_KINDS, MOST_BYTES = 4096, 256 << 20
 """The most kinds of rows that are spread, those with the most copies, and the most bytes of one row of
 each: they travel through the driver."""
+SPREAD = "spread equal rows"
 UNEVEN, FEWEST_ROWS = 1.5, 64
 """A share is uneven above so many times the mean. Means of fewer rows vary that much by chance."""
 
@@ -85,19 +86,17 @@ class RepeatedRows:
         homes, starts, counts, shares = (a[by_home] for a in (homes, starts, counts, shares))
         return RepeatedRows(homes, starts, counts, shares, fields)
 
-    def preview(self) -> Preview:
-        """Return the task that reads one row of each kind."""
-        return Preview(
-            {
-                home: self.starts[self.homes == home].tolist()
-                for home in np.unique(self.homes).tolist()
-            }
-        )
-
-    def spread(self, slab: SlabConfig, parts: Sequence[Sequence[Rows]]) -> SpreadRows:
-        """Return the task that spreads them, from what :meth:`preview` has read in each partition."""
+    @staticmethod
+    def spread(slab: SlabConfig, handles: Sequence[SampleHandle], run: Run) -> SpreadRows | None:
+        """Return the task that spreads equal rows; None if there are not many."""
+        repeated = RepeatedRows.of(handles)
+        if repeated is None:
+            return None
+        homes, starts = repeated.homes, repeated.starts
+        one = Preview({m: starts[homes == m].tolist() for m in np.unique(homes).tolist()})
+        parts = run(SPREAD, one.read, [*one.rows])
         rows = tuple(concatenate(columns) for columns in zip(*parts, strict=True))
-        return SpreadRows(slab, self, rows)
+        return SpreadRows(slab, repeated, rows)
 
 
 @dataclass(frozen=True)
@@ -175,21 +174,13 @@ class SpreadRows:
         return writer.segment
 
 
-@dataclass(frozen=True)
-class DeletePartitions:
-    """A task that deletes the order, and if ``rows`` the rows, of partitions to be written again."""
-
-    rows: bool
-
-    def __call__(self, frames: Iterable[bytes]) -> Iterator[None]:
-        for frame in frames:
-            handle: SampleHandle = pickle.loads(frame)
-            parts = handle.segments if self.rows else ()
-            names = [name for part in parts for name in segment_files(part, handle.fields)]
-            for path in (*names, handle.order_path):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-            yield None
+def delete_partition(rows: bool, partition: int, handle: SampleHandle) -> None:
+    """Delete the order, and if ``rows`` the rows, of a partition that is to be written again."""
+    parts = handle.segments if rows else ()
+    names = [name for part in parts for name in segment_files(part, handle.fields)]
+    for path in (*names, handle.order_path):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def tell_of_shares(handles: Sequence[SampleHandle]) -> None:

@@ -18,6 +18,7 @@ from sparkdl.data.row_errors import (
     Adapted,
     BadRow,
     InvalidRows,
+    columns_with,
 )
 from sparkdl.errors import DataError
 
@@ -143,7 +144,7 @@ class ReadOtherwise(DataError):
     @staticmethod
     def of(text: str, name: str, spec: Any) -> ReadOtherwise:
         """Return the error for one column."""
-        return ReadOtherwise(f'{text} Give columns={{"{name}": sparkdl.{spec}}}.', {name: spec})
+        return ReadOtherwise(f"{text} Give {columns_with(name, spec)}.", {name: spec})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.specs)

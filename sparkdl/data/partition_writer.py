@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -337,19 +337,16 @@ class PartitionWriter:
         tried: bool = True,
     ) -> None:
         """Keep the extremes of ``values``; the values of row i begin at ``offsets[i]``."""
-        known = np.flatnonzero(~np.isnan(values)) if values.dtype.kind == "f" else slice(None)
-        numbers = values[known]
-        if len(numbers) < len(values):
-            place = int(np.flatnonzero(np.isnan(values))[0])
+        places: dict[int, Any] = {}
+        missing = np.flatnonzero(np.isnan(values)) if values.dtype.kind == "f" else ()
+        if len(missing):
+            places[0] = missing[0]
+        if len(missing) < len(values):
+            places |= {-1: np.nanargmin(values), 1: np.nanargmax(values)}
+        for sign, place in places.items():
             row = self.num_rows + int(np.searchsorted(offsets, place, side="right")) - 1
-            keep_extreme(self._extremes, Extreme(number, 0, math.nan, row))
-        if not len(numbers):
-            return
-        for sign, first in ((-1, int(numbers.argmin())), (1, int(numbers.argmax()))):
-            place = first if isinstance(known, slice) else int(known[first])
-            row = self.num_rows + int(np.searchsorted(offsets, place, side="right")) - 1
-            value = values[place].item()
-            keep_extreme(self._extremes, Extreme(number, sign, value, row, of_length, tried))
+            value, looked_at = values[place].item(), tried or not sign
+            keep_extreme(self._extremes, Extreme(number, sign, value, row, of_length, looked_at))
 
     def finish(self) -> SampleHandle:
         """Join all rows into one partition and return its handle."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from sparkdl.data.columns.base import Specs, padding_of
 from sparkdl.data.columns.convert import as_array
-from sparkdl.data.columns.numeric import check_weights
+from sparkdl.data.columns.numeric import weight_array
 from sparkdl.data.fields import Field, dtype_as, with_fields
 from sparkdl.data.partition_writer import PART_BYTES, PartitionWriter
 from sparkdl.data.ragged import Ragged, Rows
@@ -193,11 +193,6 @@ def feature_names(count: int) -> list[str]:
     return [name for name, _ in named("features", (None,) * count)]
 
 
-def record_array(value: Any, name: str, row: int, float_dtype: str) -> np.ndarray:
-    """Return a sample's value as an array, see :func:`as_array`."""
-    return as_array(value, name, row, float_dtype, MEND_RECORDS)
-
-
 def record_field(
     value: Any,
     name: str,
@@ -209,7 +204,7 @@ def record_field(
     """Return a sample's value as the array of a field; integers become floats as in ``field``."""
     spec = (specs or {}).get(name)
     if spec is None:
-        array = record_array(value, name, row, float_dtype)
+        array = as_array(value, name, row, float_dtype)
     else:
         array = spec.from_record(value, name, row, float_dtype)
     return array.astype(dtype_as(array.dtype.name, field), copy=False)
@@ -223,12 +218,7 @@ def record_weight(record: Any, row: int, float_dtype: str) -> np.ndarray:
         raise RowError(
             "weight", row, text, "Give Sample(features, label, weight), or train with weight=None."
         )
-    array = record_array(weight, "weight", row, float_dtype)
-    if array.ndim or array.dtype.kind == "b":
-        raise RowError("weight", row, f"is {weight!r}, not one number", MEND_RECORDS)
-    array = array.astype(float_dtype)
-    check_weights(array.reshape(1), "weight", row)
-    return array
+    return weight_array(weight, "weight", row, float_dtype)
 
 
 def stack_records(

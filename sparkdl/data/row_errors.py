@@ -26,12 +26,15 @@ SAME_TYPE = (
 )
 
 
-def varying(column: str) -> str:
-    """Return the remedy for arrays of different lengths."""
-    return (
-        f'{SAME_SHAPE} Rows of varying length are padded with columns={{"{column}": '
-        "sparkdl.Sequence()}."
-    )
+def columns_with(name: str, spec: object) -> str:
+    """Return the argument that gives a column this specification, as a message shows it."""
+    return f'columns={{"{name}": sparkdl.{spec}}}'
+
+
+def varying(column: str, before: str = SAME_SHAPE) -> str:
+    """Return the remedy for arrays of different lengths; ``before`` says what else to do."""
+    padded = f"Rows of varying length are padded with {columns_with(column, 'Sequence()')}."
+    return f"{before} {padded}"
 
 
 @dataclass(frozen=True)

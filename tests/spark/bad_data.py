@@ -221,8 +221,8 @@ ROWS = [
         lambda fit: fit(
             fit.good(), validation=sparkdl.Validation(fit.features("array<double>", [1.0]))
         ),
-        'validation data: "features" is float32[1], in the training data float32[2]: declare '
-        'columns={"features": sparkdl.Sequence()} if lengths vary, or give both alike.',
+        'validation data: "features" is float32[1], in the training data float32[2]: give both alike. '
+        'Rows of varying length are padded with columns={"features": sparkdl.Sequence()}.',
         jobs=6,
     ),
     data_error(

@@ -13,7 +13,7 @@ import pyarrow.compute
 from sparkdl.data.columns.base import Column, DataType
 from sparkdl.data.columns.convert import as_array
 from sparkdl.data.columns.numeric import NumericSpec, nested
-from sparkdl.data.row_errors import MEND_RECORDS, RowError, finite
+from sparkdl.data.row_errors import RowError, finite
 
 IGNORED = -100
 """The label that torch's losses ignore by default; it stands for a missing whole number."""
@@ -85,4 +85,4 @@ class Masked(NumericSpec):
             value = np.nan
         elif isinstance(value, (list, tuple)):
             value = [np.nan if item is None else item for item in value]
-        return as_array(value, name, row, float_dtype, MEND_RECORDS, missing=True)
+        return as_array(value, name, row, float_dtype, missing=True)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.columns.base import Column, ColumnSpec, DataType
+from sparkdl.data.columns.convert import as_array
 from sparkdl.data.fields import Field, dtype_as
 from sparkdl.data.ragged import Rows
 from sparkdl.data.row_errors import (
     INSIDE_ARRAYS,
     INSIDE_VECTORS,
+    MEND_RECORDS,
     NO_VALUES,
     SAME_SHAPE,
     RowError,
+    columns_with,
     drop,
     finite,
     refuse_nulls,
@@ -61,10 +65,10 @@ def weight_column(
     name: str, data_type: DataType, float_dtype: str, trained: Field | None
 ) -> Column | str:
     """Return the column of the samples' weights, or what is wrong; see :func:`numeric_column`."""
-    column = _numeric(name, data_type, float_dtype)
+    column = numeric_column(name, data_type, float_dtype, trained)
     if isinstance(column, str):
         return column
-    if column.depth or dtype_as(column.dtype, trained) == "bool":
+    if column.depth or column.dtype == "bool":
         return f"is of type {data_type.simpleString()}: a weight is one number."
     return Column(name, float_dtype, weight=True)
 
@@ -82,8 +86,8 @@ def _way_out(name: str, data_type: DataType) -> str:
         return ""
     return (
         " Take a number of it in Spark, such as a field or the days since a start "
-        f'(functions.datediff), or give columns={{"{name}": sparkdl.Convert(function)}}, a function of '
-        "its Python value."
+        f"(functions.datediff), or give {columns_with(name, 'Convert(function)')}, a function of its "
+        "Python value."
     )
 
 
@@ -162,6 +166,16 @@ def check_weights(values: np.ndarray, name: str, first_row: int) -> None:
             f"is {values[row]}, but a weight must be a finite number of at least 0",
             "Filter out such rows, or fix their weights.",
         )
+
+
+def weight_array(value: Any, name: str, row: int, dtype: str) -> np.ndarray:
+    """Return the weight of a record, shape ()."""
+    array = as_array(value, name, row, dtype)
+    if array.ndim or array.dtype.kind == "b":
+        raise RowError(name, row, f"is {value!r}, not one number", MEND_RECORDS)
+    array = array.astype(dtype)
+    check_weights(array.reshape(1), name, row)
+    return array
 
 
 def nested(

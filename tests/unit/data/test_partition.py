@@ -438,10 +438,10 @@ def test_equal_rows_that_are_others_when_they_are_spread(slab: SlabConfig) -> No
         return writer.finish()
 
     handles = [handle(400), handle(0)]
-    repeated = RepeatedRows.of(handles)
-    assert repeated is not None
-    preview = repeated.preview()
-    task = repeated.spread(slab, [preview.read(home, handles[home]) for home in preview.rows])
+    task = RepeatedRows.spread(
+        slab, handles, lambda _, work, homes: [work(m, handles[m]) for m in homes]
+    )
+    assert task is not None
     assert task.changed(0, handle(400)).num_rows == 200
     with pytest.raises(TrainingError, match="partition 0 was computed again and holds other rows"):
         task.changed(0, handle(399))
