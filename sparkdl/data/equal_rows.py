@@ -164,12 +164,7 @@ class SpreadRows:
 
     def _write(self, folder: Path, rows: Sequence[Rows]) -> RowFile:
         path = str(folder / f"samples-{secrets.token_hex(8)}-0")
-        writer = SegmentWriter(path, self.repeated.fields)
-        try:
-            writer.append(rows)
-        except OSError:
-            writer.remove()
-            raise
+        writer = SegmentWriter(path, self.repeated.fields, rows)
         writer.close()
         return writer.segment
 

@@ -255,38 +255,38 @@ class WriteRecords:
 
     def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[bytes]:
         writer = PartitionWriter(self.config, weighted=self.weighted)
+        yield pickle.dumps(writer.filled(lambda: self._write(records, writer)))
+        finish_task()
+
+    def _write(self, records: Iterable[Any], writer: PartitionWriter) -> None:
         names: list[str] = []
-        labels: list[int] = []
         waiting: list[list[np.ndarray]] = []
         nbytes = 0  # bytes of the waiting records
-        try:
-            for record in records:
-                row = writer.rows_read + len(waiting)
-                try:
-                    parts = self._parts(record, row)
-                except RowError as error:
-                    if self.handling.way == "error":
-                        raise
-                    key = self.names.key_of(record, self.handling.key)
-                    problem = InvalidRow(key, error.problem.column, error.problem.text, row)
-                    writer.note_invalid([problem], left_out=True)
-                    continue
-                if not names:
-                    names = [name for name, _ in parts]
-                    labels = [i for i, name in enumerate(names) if name.startswith("label")]
-                check_alike(parts, waiting, row, self.specs, names)
-                waiting.append([value for _, value in parts])
-                nbytes += sum(value.nbytes for _, value in parts)
-                if len(waiting) == _RDD_BATCH or nbytes >= PART_BYTES:
-                    writer.add(names, stack_records(names, waiting, self.specs), labels=labels)
-                    waiting, nbytes = [], 0
-            if waiting:
-                writer.add(names, stack_records(names, waiting, self.specs), labels=labels)
-            handle = writer.finish()
-        except RowError as error:
-            handle = writer.fail(error.problem)
-        yield pickle.dumps(handle)
-        finish_task()
+
+        def add() -> None:
+            labels = [i for i, name in enumerate(names) if name.startswith("label")]
+            writer.add(names, stack_records(names, waiting, self.specs), labels=labels)
+
+        for record in records:
+            row = writer.rows_read + len(waiting)
+            try:
+                parts = self._parts(record, row)
+            except RowError as error:
+                if self.handling.way == "error":
+                    raise
+                key = self.names.key_of(record, self.handling.key)
+                problem = InvalidRow(key, error.problem.column, error.problem.text, row)
+                writer.note_invalid([problem], left_out=True)
+                continue
+            names = names or [name for name, _ in parts]
+            check_alike(parts, waiting, row, self.specs, names)
+            waiting.append([value for _, value in parts])
+            nbytes += sum(value.nbytes for _, value in parts)
+            if len(waiting) == _RDD_BATCH or nbytes >= PART_BYTES:
+                add()
+                waiting, nbytes = [], 0
+        if waiting:
+            add()
 
     def _parts(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
         given = record

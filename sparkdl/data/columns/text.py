@@ -119,17 +119,28 @@ class Text(ColumnSpec):
 
     @functools.cached_property
     def _prepared(self) -> tuple[Any, int, str, bool]:
-        """The tokenizer that executors run, the number that fills up shorter rows, the side, and
-        whether the types are given."""
-        types = self.token_types
-        if types is None:
-            types = self.text_pair is not None and _types_pairs(self.tokenizer)
-        only_second = self.text_pair is not None and self.stride is not None
-        strategy = "only_second" if only_second else "longest_first"
-        cut = {"stride": self.stride or 0, "strategy": strategy}
-        encoder, padding, side = _prepared(self.tokenizer, self.max_length, cut)
-        padding = padding if self.padding is None else self.padding
-        return encoder, padding, self.padding_side or side, types
+        """The tokenizer that executors run, which pads nothing and cuts to ``max_length``; the number
+        that fills up shorter rows, the side, and whether the types are given."""
+        given, pair = self.tokenizer, self.text_pair is not None
+        types = pair and _types_pairs(given) if self.token_types is None else self.token_types
+        padding = getattr(given, "pad_token_id", None) if self.padding is None else self.padding
+        side = self.padding_side or getattr(given, "padding_side", None)
+        encoder = getattr(given, "backend_tokenizer", given)
+        if hasattr(encoder, "to_str"):
+            encoder = _library().Tokenizer.from_str(encoder.to_str())
+            if encoder.padding is not None:
+                padding = encoder.padding["pad_id"] if padding is None else padding
+                side = side or encoder.padding["direction"]
+            encoder.no_padding()
+            own = "right" if encoder.truncation is None else encoder.truncation["direction"]
+            cut = getattr(given, "truncation_side", own)
+            encoder.no_truncation()
+            if self.max_length is not None:
+                second = pair and self.stride is not None
+                strategy = "only_second" if second else "longest_first"
+                how = {"direction": cut, "stride": self.stride or 0, "strategy": strategy}
+                encoder.enable_truncation(self.max_length, **how)
+        return encoder, padding or 0, side or "right", types
 
     @property
     def rule(self) -> Padding:
@@ -353,32 +364,6 @@ def _types_pairs(tokenizer: Any) -> bool:
     if not hasattr(encoder, "encode_batch"):
         return "token_type_ids" in (names or ())
     return (names is None or "token_type_ids" in names) and 1 in encoder.encode("a", "a").type_ids
-
-
-def _prepared(
-    tokenizer: Any, max_length: int | None, cut: Mapping[str, Any]
-) -> tuple[Any, int, str]:
-    """Return a tokenizer that pads nothing and cuts to ``max_length``, and the number and the side of
-    its padding."""
-    padding, side = getattr(tokenizer, "pad_token_id", None), None
-    padding_side = getattr(tokenizer, "padding_side", None)
-    if hasattr(tokenizer, "backend_tokenizer"):  # a fast tokenizer of transformers
-        side = tokenizer.truncation_side
-        tokenizer = tokenizer.backend_tokenizer
-    if not hasattr(tokenizer, "to_str"):
-        return tokenizer, padding or 0, padding_side or "right"
-    own = _library().Tokenizer.from_str(tokenizer.to_str())
-    if own.padding is not None:
-        padding = own.padding["pad_id"] if padding is None else padding
-        padding_side = padding_side or own.padding["direction"]
-    own.no_padding()
-    if side is None:
-        side = "right" if own.truncation is None else own.truncation["direction"]
-    if max_length is not None:
-        own.enable_truncation(max_length, direction=side, **cut)
-    else:
-        own.no_truncation()
-    return own, padding or 0, padding_side or "right"
 
 
 def _tokenized(
