@@ -76,7 +76,7 @@ class Partitions:
         """A context that runs a job here."""
 
         def run(rdd: Partitions, task: Any) -> list[Any]:
-            return [result for frame in rdd.frames for result in task([frame])]
+            return [task.work(m, pickle.loads(frame)) for m, frame in enumerate(rdd.frames)]
 
         return SimpleNamespace(
             runJob=run, getLocalProperty=lambda key: None, setLocalProperty=lambda key, value: None

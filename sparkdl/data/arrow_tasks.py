@@ -228,7 +228,6 @@ def address_parts(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
     """Send each part that :class:`WriteParts` yields to its partition (a Spark task)."""
     for target, part in rows:
         yield from send(target, bytes(part))
-    finish_task()
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,6 @@ class JoinParts:
 
     def __call__(self, partition: int, parts: Iterable[bytes]) -> Iterator[bytes]:
         yield pickle.dumps(join_partition(self.config, [pickle.loads(part) for part in parts]))
-        finish_task()
 
 
 def select_columns(data: DataFrame, columns: Sequence[Column], key: str | None = None) -> DataFrame:
@@ -419,7 +417,6 @@ def first_field(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
     """Yield the one binary field of each row (a Spark task)."""
     for row in rows:
         yield bytes(row[0])
-    finish_task()
 
 
 FILES_PER_SLOT = 4

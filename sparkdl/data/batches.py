@@ -150,13 +150,8 @@ def input_fields(batch_spec: BatchSpec, fields: Sequence[Field]) -> list[Field]:
     found: list[Field] = []
     for field in fields[: batch_spec.num_features]:
         found.append(field)
-        rule = field.padding
-        if rule is not None and rule.lengths:
-            found.append(Field(f"lengths of {field.name}", "int64", ()))
-        if rule is not None and rule.mask:
-            found.append(Field(f"mask of {field.name}", "int64", ()))
-        if rule is not None and rule.types:
-            found.append(Field(f"types of {field.name}", "int64", ()))
+        extras = [] if field.padding is None else field.padding.extras
+        found += [Field(f"{kind} of {field.name}", "int64", ()) for kind in extras]
     return found
 
 
@@ -213,11 +208,9 @@ class _Augmentation:
                 "out."
             )
         at_once = isinstance(getattr(self.augment, "func", self.augment), Batched)  # or a partial
-        changed = self._at_once() if at_once else self._row_by_row()
+        changed: Sequence[Any] = self._at_once() if at_once else self._row_by_row()
         return [
-            Ragged.of(values, feature.padding)
-            if isinstance(feature, Ragged)
-            else (values if isinstance(values, np.ndarray) else np.stack(values))
+            Ragged.of(values, feature.padding) if isinstance(feature, Ragged) else values
             for values, feature in zip(changed, self.features, strict=True)
         ]
 
@@ -225,7 +218,7 @@ class _Augmentation:
         """Return the seed for a purpose at this place."""
         return derive_seed(self.spec.seed, purpose, self.epoch, self.replica, *row)
 
-    def _row_by_row(self) -> list[list[np.ndarray]]:
+    def _row_by_row(self) -> list[Any]:
         results: list[list[np.ndarray]] = [[] for _ in self.features]
         for row, sample in zip(self.rows.tolist(), zip(*self.features, strict=True), strict=True):
             rng = generator(self.spec.seed, "augment", self.epoch, self.replica, row)
@@ -240,7 +233,10 @@ class _Augmentation:
                         f"{list(first.shape)}: they must have the same "
                         f"shape{' but for the length' if varying else ''}."
                     )
-        return results
+        return [
+            values if isinstance(feature, Ragged) else np.stack(values)
+            for values, feature in zip(results, self.features, strict=True)
+        ]
 
     def _at_once(self) -> list[np.ndarray]:
         arrays = []

@@ -30,7 +30,6 @@ from sparkdl.data.ragged import Rows, concatenate
 from sparkdl.data.row_order import row_hashes
 from sparkdl.errors import TrainingError
 from sparkdl.slab.root import SlabConfig, open_root
-from sparkdl.spark.worker import finish_task
 
 logger = logging.getLogger("sparkdl")
 
@@ -110,7 +109,6 @@ class SpreadRows:
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         for frame in frames:
             yield pickle.dumps(self.changed(partition, pickle.loads(frame)))
-        finish_task()
 
     def changed(self, partition: int, handle: SampleHandle) -> SampleHandle:
         """Return the handle of the partition with its share of each kind; its old order is deleted."""

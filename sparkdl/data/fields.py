@@ -205,10 +205,10 @@ def differing(parts: Sequence[tuple[int | None, Any]]) -> BadRow | None:
     for number, part in parts[1:]:
         source, first = parts[0]
         for one, other in zip(part.fields, first.fields, strict=True):
-            unlike = one.unlike(other, f"row 0 of partition {source}")
-            if unlike is not None:
+            if unlike := one.unlike(other, f"row 0 of partition {source}"):
                 spec = adapted_specs([first, part]).get(one.name)
-                return BadRow(one.name, 0, *unlike, number, spec=spec)
+                text, remedy = unlike
+                return BadRow(one.name, 0, text, remedy, number, spec=spec)
     return None
 
 

@@ -252,11 +252,8 @@ class PartitionWriter:
             if unlike := field.unlike(first, "row 0"):
                 raise RowError(field.name, self.num_rows, *unlike)
         for number, column in enumerate(columns):
-            self._note_extremes(number, column, number in labels)
-        if self._weighted:
-            weights = columns[-1]
-            assert isinstance(weights, np.ndarray)
-            self._note(len(columns) - 1, weights, np.arange(len(weights) + 1))
+            weight = self._weighted and number == len(columns) - 1
+            self._note_extremes(number, column, number in labels, weight)
         self._hashes.append(row_hashes(columns))
         if partitions is not None:
             self._partitions.append(
@@ -296,19 +293,16 @@ class PartitionWriter:
         places = self._root.directories_for(max(nbytes, CHECKED_BYTES))
         return Path(self._writers[-1].segment.path).parent in places
 
-    def _note_extremes(self, number: int, column: Rows, label: bool) -> None:
-        tried = column.dtype.kind == "i"
-        noted = tried or (label and column.dtype.kind == "f")
+    def _note_extremes(self, number: int, column: Rows, label: bool, weight: bool) -> None:
+        values, ends = column, np.arange(len(column) + 1)
         if isinstance(column, Ragged):
-            self._note(number, column.lengths, np.arange(len(column) + 1), of_length=True)
-            if noted:
-                values, ends = column.flat
-                ends = ends * math.prod(values.shape[1:])
-                self._note(number, values.reshape(-1), ends, tried=tried)
-        elif noted:
-            values = column.reshape(-1)
-            ends = np.arange(len(column) + 1) * (len(values) // len(column))
-            self._note(number, values, ends, tried=tried)
+            self._note(number, column.lengths, ends, of_length=True)
+            values, ends = column.flat
+        assert isinstance(values, np.ndarray)
+        tried = weight or values.dtype.kind == "i"
+        if tried or (label and values.dtype.kind == "f"):
+            ends = ends * math.prod(values.shape[1:])
+            self._note(number, values.reshape(-1), ends, tried=tried)
 
     def _note(
         self,

@@ -28,7 +28,6 @@ from sparkdl.data.row_errors import (
 from sparkdl.data.sampling import Sampling
 from sparkdl.errors import kind_of
 from sparkdl.slab.root import SlabConfig
-from sparkdl.spark.worker import finish_task
 
 
 @dataclass(frozen=True)
@@ -256,7 +255,6 @@ class WriteRecords:
     def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[bytes]:
         writer = PartitionWriter(self.config, weighted=self.weighted)
         yield pickle.dumps(writer.filled(lambda: self._write(records, writer)))
-        finish_task()
 
     def _write(self, records: Iterable[Any], writer: PartitionWriter) -> None:
         names: list[str] = []

@@ -62,7 +62,7 @@ class Adapted:
     spec: Any  # a ColumnSpec
     problem: BadRow | None = None  # of a label: the first row that could not be read otherwise
 
-    def of(self, partition: int) -> Adapted:
+    def of(self, partition: int | None) -> Adapted:
         """Return it as of a partition of the data as read."""
         problem = None if self.problem is None else replace(self.problem, partition=partition)
         return replace(self, problem=problem)
@@ -101,7 +101,7 @@ class InvalidRows:
         first = (*self.first, *other.first)[:FIRST]
         return InvalidRows(self.count + other.count, self.left_out + other.left_out, first)
 
-    def of(self, partition: int) -> InvalidRows:
+    def of(self, partition: int | None) -> InvalidRows:
         """Return the rows as those of a partition of the data as read."""
         return replace(self, first=tuple(replace(row, partition=partition) for row in self.first))
 
