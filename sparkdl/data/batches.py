@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparkdl.data.columns.convert import masked
-from sparkdl.data.epoch import RowDraws, derive_seed, drawn, generator, permutation, remembered
+from sparkdl.data.epoch import RowDraws, derive_seed, generator, permutation, remembered
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Ragged, RowLengths, Rows, dense, model_inputs, padded_lengths
 from sparkdl.errors import ParameterError, kind_of
@@ -89,34 +89,30 @@ def visit_order(
     The rows of a window are sorted by length, and the chunks are shuffled. The rows that do not
     fill a chunk come last.
     """
-    seed, draws, rows_here = batch_spec.seed, batch_spec.draws, len(partition.order)
-
-    def drawn_rows() -> np.ndarray:
-        if draws is None:
-            return drawn(seed, epoch, replica, rows_here)
-        return draws.order(partition, seed, epoch, replica)
-
-    if batch_spec.bucketing is None or not any(field.ragged for field in partition.fields):
-        if draws is None:
-            return permutation(seed, epoch, replica, rows_here)
-        return remembered((seed, epoch, replica, draws, partition.name), drawn_rows)
-    share = max(1, share)
-    window = share * max(1, batch_spec.bucketing // share)
+    seed, draws, count = batch_spec.seed, batch_spec.draws, len(partition.order)
+    share, window = max(1, share), 0
+    if batch_spec.bucketing is not None and any(field.ragged for field in partition.fields):
+        window = share * max(1, batch_spec.bucketing // share)
 
     def draw() -> np.ndarray:
-        order = drawn_rows()
-        lengths, count = partition.lengths(), len(order)
-        assert lengths is not None
-        for start in range(0, count, window):
+        if draws is None:
+            order = permutation(seed, epoch, replica, count)
+        else:
+            order = draws.order(partition, seed, epoch, replica)
+        lengths, drawn = partition.lengths() if window else None, len(order)
+        if lengths is None:
+            return order
+        for start in range(0, drawn, window):
             rows = order[start : start + window]
-            by_length = np.argsort(lengths[rows % rows_here], kind="stable")
+            by_length = np.argsort(lengths[rows % count], kind="stable")
             order[start : start + window] = rows[by_length]
-        chunks = count // share
+        chunks = drawn // share
         whole = order[: chunks * share].reshape(chunks, share)
         whole[:] = whole[generator(seed, "buckets", epoch, replica).permutation(chunks)]
         return order
 
-    return remembered((seed, epoch, replica, draws, window, share, partition.name), draw)
+    cut = (window, share) if window else ()
+    return remembered((seed, epoch, replica, draws, cut, partition.name), draw)
 
 
 def training_rows(

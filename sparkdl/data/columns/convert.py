@@ -86,14 +86,9 @@ class Convert(ColumnSpec):
 
 
 def as_array(
-    value: Any,
-    name: str,
-    row: int,
-    float_dtype: str,
-    remedy: str = MEND_RECORDS,
-    missing: bool = False,
+    value: Any, name: str, row: int, dtype: str, remedy: str = MEND_RECORDS, missing: bool = False
 ) -> np.ndarray:
-    """Return a value as a finite array: floats in ``float_dtype``, integers and booleans as is.
+    """Return a value as a finite array: floats in ``dtype``, integers and booleans as is.
 
     If values may be ``missing``, NaN is allowed.
     """
@@ -108,11 +103,11 @@ def as_array(
         raise RowError(name, row, text, remedy) from None
     if array.dtype.kind == "f":
         with np.errstate(over="ignore"):
-            array = array.astype(float_dtype, copy=False)
+            array = array.astype(dtype, copy=False)
         if not missing and np.isnan(array).any():
             raise RowError(name, row, "holds NaN", remedy)
         if np.isinf(array).any():
-            raise RowError(name, row, "holds inf", finite(float_dtype))
+            raise RowError(name, row, "holds inf", finite(dtype))
     elif _too_large(array):
         raise RowError(name, row, "holds a whole number that does not fit into int64", remedy)
     elif array.dtype.kind == "u":

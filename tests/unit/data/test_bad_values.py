@@ -19,7 +19,7 @@ from sparkdl import Masked, Sequence
 from sparkdl.data.columns.convert import as_array
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.records import Sample, WriteRecords, check_alike, stack_records
+from sparkdl.data.records import Sample, WriteRecords, stack_records
 from sparkdl.data.row_errors import BadRow, RowError
 from sparkdl.data.schema import sample_columns
 from sparkdl.errors import DataError
@@ -118,16 +118,12 @@ def test_any_record_becomes_tensors_or_a_sentence(
     records: list[Any], labelled: bool, weighted: bool, specs: Any
 ) -> None:
     task = WriteRecords(None, labelled, "float32", specs, weighted)  # type: ignore[arg-type]
-    waiting: list[list[np.ndarray]] = []
-    names: list[str] = []
+    parts = []
     try:
         for row, record in enumerate(records):
             assert 0 <= task.content_hash(record) < 2**32
-            parts = task._parts(record, row)
-            names = names or [name for name, _ in parts]
-            check_alike(parts, waiting, row, specs, names)
-            waiting.append([value for _, value in parts])
-        fields = stack_records(names, waiting, specs)
+            parts.append((row, task._parts(record, row)))
+        fields = stack_records(parts, [], specs) if parts else []
     except RowError as error:
         fields, problem = None, error.problem
     if fields is None:
