@@ -36,7 +36,7 @@ from sparkdl.connect.news import (
     ReportedProgress,
 )
 from sparkdl.connect.rows import ConnectedRows, PersistedSamples, WriteBoth, for_gang
-from sparkdl.data.equal_rows import SPREAD, RepeatedRows, SpreadRows, tell_of_shares
+from sparkdl.data.equal_rows import SPREAD, SpreadRows, tell_of_shares
 from sparkdl.data.fields import NO_ROWS, ReadOtherwise, SampleHandle, check_handles
 from sparkdl.data.preview import Work
 from sparkdl.data.samples import SampleSet, sample_set
@@ -201,7 +201,7 @@ class LedFit:
             found = gang.call(OnPart(work, part), doing)
             return [found[partition] for partition in partitions]
 
-        spread = RepeatedRows.spread(self.slab, handles, run)
+        spread = SpreadRows.of(self.slab, handles, run)
         if spread is not None:
             handles = gang.call(_SpreadPart(spread, part), SPREAD)
         columns = self.num_features, self.weighted

@@ -44,17 +44,22 @@ UNEVEN, FEWEST_ROWS = 1.5, 64
 
 
 @dataclass(frozen=True)
-class RepeatedRows:
-    """The kinds of rows to be spread, by partition and by place there."""
+class SpreadRows:
+    """A task over partitions in place that changes which copies of repeated rows they have.
 
+    The kinds of rows to be spread are in the order of their partition, and of their place there.
+    """
+
+    slab: SlabConfig
+    fields: tuple[Field, ...]
     homes: np.ndarray  # the partition that has all copies
     starts: np.ndarray  # the first of them, in the order of that partition
     counts: np.ndarray
     shares: np.ndarray  # copies that each partition is to have, (kinds, partitions)
-    fields: tuple[Field, ...]
+    rows: tuple[Rows, ...]  # one of each kind, one entry a field
 
     @staticmethod
-    def of(handles: Sequence[SampleHandle]) -> RepeatedRows | None:
+    def of(slab: SlabConfig, handles: Sequence[SampleHandle], run: Run) -> SpreadRows | None:
         """Return what is to be spread among partitions that hashes have made, or None."""
         sizes, partitions = np.array([handle.num_rows for handle in handles]), len(handles)
         least = int(sizes.sum()) // (KINDS * partitions)
@@ -83,28 +88,10 @@ class RepeatedRows:
             sizes += share
         by_home = np.lexsort((starts, homes))
         homes, starts, counts, shares = (a[by_home] for a in (homes, starts, counts, shares))
-        return RepeatedRows(homes, starts, counts, shares, fields)
-
-    @staticmethod
-    def spread(slab: SlabConfig, handles: Sequence[SampleHandle], run: Run) -> SpreadRows | None:
-        """Return the task that spreads equal rows; None if there are not many."""
-        repeated = RepeatedRows.of(handles)
-        if repeated is None:
-            return None
-        homes, starts = repeated.homes, repeated.starts
         one = Preview({m: starts[homes == m].tolist() for m in np.unique(homes).tolist()})
         parts = run(SPREAD, one.read, [*one.rows])
         rows = tuple(concatenate(columns) for columns in zip(*parts, strict=True))
-        return SpreadRows(slab, repeated, rows)
-
-
-@dataclass(frozen=True)
-class SpreadRows:
-    """A task over partitions in place that changes which copies of repeated rows they have."""
-
-    slab: SlabConfig
-    repeated: RepeatedRows
-    rows: tuple[Rows, ...]  # one of each kind, one entry a field
+        return SpreadRows(slab, fields, homes, starts, counts, shares, rows)
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         for frame in frames:
@@ -114,9 +101,9 @@ class SpreadRows:
         """Return the handle of the partition with its share of each kind; its old order is deleted."""
         if handle.problem is not None:
             return handle
-        shares, counts = self.repeated.shares[:, partition], self.repeated.counts
-        mine = self.repeated.homes == partition
-        kinds = zip(self.repeated.starts[mine].tolist(), counts[mine].tolist(), strict=True)
+        shares, counts = self.shares[:, partition], self.counts
+        mine = self.homes == partition
+        kinds = zip(self.starts[mine].tolist(), counts[mine].tolist(), strict=True)
         if not {*kinds} <= {(start, count) for start, count in handle.repeats}:
             raise TrainingError(
                 f"partition {partition} was computed again and holds other rows: the source of the "
@@ -127,7 +114,7 @@ class SpreadRows:
             order = np.array(map_file(handle.order_path, "int64", (-1,)))
         kept = np.ones(len(order), bool)
         for start, count, share in zip(
-            *(array[mine].tolist() for array in (self.repeated.starts, counts, shares)), strict=True
+            *(array[mine].tolist() for array in (self.starts, counts, shares)), strict=True
         ):
             kept[start + share : start + count] = False
         places = np.cumsum(kept) - 1  # of a copy that leaves, that of the last one that stays
@@ -155,14 +142,14 @@ class SpreadRows:
             order_path=path,
             num_rows=len(order),
             checksum=(handle.checksum + change) % 2**64,
-            fields=self.repeated.fields,
+            fields=self.fields,
             extremes=extremes,
             repeats=(),
         )
 
     def _write(self, folder: Path, rows: Sequence[Rows]) -> RowFile:
         path = str(folder / f"samples-{secrets.token_hex(8)}-0")
-        writer = SegmentWriter(path, self.repeated.fields, rows)
+        writer = SegmentWriter(path, self.fields, rows)
         writer.close()
         return writer.segment
 

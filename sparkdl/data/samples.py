@@ -30,7 +30,7 @@ from sparkdl.data.arrow_tasks import (
     ship_batches,
 )
 from sparkdl.data.columns.base import Column, Specs
-from sparkdl.data.equal_rows import SPREAD, RepeatedRows, delete_partition
+from sparkdl.data.equal_rows import SPREAD, SpreadRows, delete_partition
 from sparkdl.data.fields import (
     Field,
     SampleHandle,
@@ -204,7 +204,7 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
         handles = _handles(rdd)
         if to_spread:
             run = _run_on(rdd, handles)
-            spread = RepeatedRows.spread(source.slab, handles, run)
+            spread = SpreadRows.of(source.slab, handles, run)
             if spread is not None:  # partitions are written again from the same shuffle
                 stay = isinstance(source.data, DataFrame) and is_local(rdd.ctx)  # see JoinParts
                 run(SPREAD, partial(delete_partition, not stay), range(len(handles)))
@@ -273,7 +273,7 @@ def _read_here(source: Source) -> SampleSet:
         task_of_records = source.records_task
         handles = [pickle.loads(next(task_of_records(m, part))) for m, part in enumerate(collected)]
     run = partial(_run_here, handles)
-    spread = RepeatedRows.spread(source.slab, handles, run) if moved else None
+    spread = SpreadRows.of(source.slab, handles, run) if moved else None
     if spread is not None:
         handles = run("", spread.changed, range(len(handles)))
     return _sample_set(source, None, handles, partial(_run_here, handles))

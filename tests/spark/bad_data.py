@@ -53,23 +53,6 @@ COLUMNS = [
         "To train without a label, set label=None.",
     ),
     data_error(
-        "several at once",
-        lambda fit: fit(fit.good(), features=["featres", "n", "s"], label="labels"),
-        '3 problems:\n  - feature column "featres" is missing. Did you mean "features"? The '
-        'DataFrame has: features, label, n, s.\n  - feature column "s" is of type string: '
-        "tokenize text with columns={...: sparkdl.Text(tokenizer)}, number categories with "
-        "pyspark.ml.feature.StringIndexer, or cast it if "
-        'it holds numbers.\n  - label column "labels" is missing. Did you mean "label"? The '
-        "DataFrame has: features, label, n, s. To train without a label, set label=None.",
-    ),
-    data_error(
-        "string column",
-        lambda fit: fit(fit.good(), features="s"),
-        'feature column "s" is of type string: tokenize text with columns={...: '
-        "sparkdl.Text(tokenizer)}, number categories with pyspark.ml.feature.StringIndexer, or cast "
-        "it if it holds numbers.",
-    ),
-    data_error(
         "timestamp column",
         lambda fit: fit(fit.good().withColumn("label", functions.current_timestamp())),
         'label column "label" is of type timestamp, which cannot become a tensor: use numbers, '
