@@ -111,6 +111,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "model": models.remembering,
         "class_weights": [1.0, 0.0, 2.0],
         "accumulate": 4,
+        "batch_size": 8,
     },
     "fsdp, inputs by keyword": {**by_keyword("dataclass"), "strategy": "fsdp"},
     "tensor, by hand": {"model": models.hidden, "strategy": BY_HAND},
