@@ -74,8 +74,10 @@ def test_a_model_that_fails(inputs: list[torch.Tensor], hint: str) -> None:
         (nn.BCELoss(weight=torch.ones(3)), torch.zeros(2, 2), WEIGHTS),
         (nn.BCEWithLogitsLoss(pos_weight=torch.ones(3)), torch.zeros(2, 2), WEIGHTS),
     ],
-    ids=["floats for classes", "booleans for classes", "classes for floats", "a class too many"]
-    + ["a weight too many of classes", "of outputs", "of positive ones"],
+    ids=[
+        *("floats for classes", "booleans for classes", "classes for floats", "a class too many"),
+        *("a weight too many of classes", "of outputs", "of positive ones"),
+    ],
 )
 def test_a_loss_that_fails(loss: nn.Module, target: torch.Tensor, hint: str) -> None:
     output = torch.zeros(2, 2, requires_grad=True)
