@@ -10,7 +10,7 @@ import os
 import socket
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -258,8 +258,7 @@ class Cluster:
         return wrong
 
     def __str__(self) -> str:
-        told = [f"{f.name}={getattr(self, f.name):g}" for f in fields(self) if f.name in _TOLD]
-        return f"Cluster({', '.join(told)})"
+        return f"Cluster(nodes={self.nodes:g}, slots={self.slots:g}, gbit={self.gbit:g})"
 
     def probe(self, units: dict[str, float] | None = None) -> Probe:
         """Return the probe that such a cluster would have, as far as numbers tell."""
@@ -282,6 +281,3 @@ class Cluster:
             latency=latency or 5e-6,
             computed=True,
         )
-
-
-_TOLD = ("nodes", "slots", "gbit")
