@@ -121,20 +121,16 @@ def sums_among(sizes: Sequence[int], device: torch.device) -> dict[int, list[tup
 
 def _sum_of(nbytes: int, group: Any, device: torch.device) -> float:
     tensor, times = torch.zeros(nbytes // 4, device=device), []
+
+    def run() -> None:
+        direct.all_reduce(tensor, group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     for _ in range(8):
         dist.barrier(group)
-
-        def run() -> None:
-            direct.all_reduce(tensor, group)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
-        times.append(_once(run))
+        times.append(timed(run, 0.0).clock)
     return statistics.median(times[2:])
-
-
-def _once(work: Callable[[], None]) -> float:
-    return timed(work, 0.0).clock
 
 
 def here() -> dict[str, Any]:
