@@ -73,6 +73,7 @@ class Layout:
         return self.size * self.dtype.itemsize
 
 
+_LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 _NOTHING = (
     "the model has no trainable parameter: none of its {} parameters has requires_grad=True. Leave "
     "some out of freeze=, name some in unfreeze=, or add layers that have some."
@@ -94,7 +95,7 @@ def layout_of(module: nn.Module, rules: Mapping[str, Rule] | None = None) -> Lay
                 "module, which forward moves to the device of its input."
             )
     for name, tensor in (*trainable, *module.named_buffers()):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if isinstance(tensor, _LAZY):
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise ModelError(
                 f'{kind} "{name}" is lazy and has no shape yet: give the layer its sizes, or '
