@@ -173,7 +173,7 @@ DIFFERENCES: dict[str, Difference] = {
     ),
     "a missing label": Difference(
         "the loss leaves missing labels out, of which this is the first: {place} If they are meant "
-        'to be missing, columns={{"{name}": sparkdl.Masked()}} says so.',
+        "to be missing, {spec} says so.",
         refuses=False,
     ),
     "a step's update": Difference(
