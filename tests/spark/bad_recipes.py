@@ -179,6 +179,10 @@ def unseeded() -> nn.Module:
     return scalar_model()
 
 
+def wants_a_gpu() -> nn.Module:
+    raise AssertionError("Torch not compiled with CUDA enabled")
+
+
 def loss_that_raises(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     raise KeyError("margin")
 
@@ -214,6 +218,12 @@ MODELS = [
         lambda fit: fit(fit.good(), model=nn.Linear),
         "model(), which is called without arguments, raised TypeError: Linear.__init__() missing 2 "
         "required positional arguments: 'in_features' and 'out_features'",
+    ),
+    model_error(
+        "model that wants a GPU where there is none",
+        lambda fit: fit(fit.good(), model=wants_a_gpu),
+        "model(), which is called without arguments, raised AssertionError: Torch not compiled with "
+        "CUDA enabled. Name no device in it: each task moves the model to its GPU, if it has one.",
     ),
     tried(
         "wrong input size",
