@@ -45,22 +45,6 @@ Commit = tuple[Turn, ...]
 """The turns whose gradients make one optimizer step, in the order of the groups."""
 
 
-class TurnRule(Protocol):
-    """A rule for the turns of an iteration."""
-
-    version: int
-    """The newest version."""
-
-    def begin(self) -> list[Turn]:
-        """Begin all turns that may begin now, and return them."""
-
-    def arrive(self, groups: Iterable[int]) -> None:
-        """Note that the gradients of groups are there, in the order in which they came."""
-
-    def due(self, most: int) -> list[Commit]:
-        """Return commits that are to be made now, at most ``most``, and count them as made."""
-
-
 class LiveTurns:
     """The turns of a run that is not repeated.
 
@@ -97,7 +81,7 @@ class LiveTurns:
             self.clocks[turn.group] = turn.clock + 1
 
     def begin(self) -> list[Turn]:
-        """See :class:`TurnRule`, also for the methods below."""
+        """Begin all turns that may begin now, and return them."""
         idle = [group for group in range(len(self.clocks)) if group not in self._begun]
         if self._staleness is not None:
             most = min(self.clocks) + self._staleness
@@ -107,9 +91,11 @@ class LiveTurns:
         return made
 
     def arrive(self, groups: Iterable[int]) -> None:
+        """Note that the gradients of groups are there, in the order in which they came."""
         self._arrived += [self._begun[group] for group in groups]
 
     def due(self, most: int) -> list[Commit]:
+        """Return commits that are to be made now, at most ``most``, and count them as made."""
         due: list[Commit] = []
         while len(self._arrived) >= self._quorum and len(due) < most:
             first, self._arrived = self._arrived[: self._quorum], self._arrived[self._quorum :]
@@ -145,7 +131,7 @@ class RecordedTurns:
         self._waiting += [turn for commit in commits for turn in commit]
 
     def begin(self) -> list[Turn]:
-        """See :class:`TurnRule`, also for the methods below."""
+        """See :class:`LiveTurns`, also for the methods below."""
         made: list[Turn] = []
         earlier: set[int] = set()
         for turn in self._waiting:
@@ -191,7 +177,7 @@ class Workplace(Protocol):
         """Make one version after another."""
 
 
-def make_commits(turns: TurnRule, place: Workplace, count: int) -> list[Commit]:
+def make_commits(turns: LiveTurns | RecordedTurns, place: Workplace, count: int) -> list[Commit]:
     """Compute and apply until there are ``count`` commits, and return them in order."""
     made: list[Commit] = []
     while len(made) < count:
@@ -225,28 +211,24 @@ def recorded_commits(made: Sequence[Commit], version: int, index: int) -> Decisi
 def commits_of(decisions: Decisions) -> list[tuple[int, int, int]]:
     """Return for each recorded turn its group, its staleness, and its clock less the iteration's
     index, in the order of the commits."""
-    found = []
-    for number in _in_order(decisions):
-        rest, group = divmod(number % _ENDS, MOST_GROUPS)
-        offset, behind = divmod(rest, _VERSIONS)
-        found.append((group, behind, offset - _OFFSET))
-    return found
+    return [turn for turn, _ in _turns_of(decisions)]
 
 
 def quorum_of(decisions: Decisions) -> int:
     """Return the number of recorded turns in the first commit; 0 without any."""
-    last = [number >= _ENDS for number in _in_order(decisions)]
-    return last.index(True) + 1 if any(last) else 0
+    return next((n for n, (_, last) in enumerate(_turns_of(decisions), 1) if last), 0)
 
 
-def _in_order(decisions: Decisions) -> list[int]:
-    """Return the records of turns, in the order of the commits."""
-    named = {
-        int(name.removeprefix(COMMITS)): number - 1
-        for name, number in decisions.items()
-        if name.startswith(COMMITS)
-    }
-    return [number for _, number in sorted(named.items())]
+def _turns_of(decisions: Decisions) -> list[tuple[tuple[int, int, int], int]]:
+    """Return the recorded turns in the order of the commits, each with 1 if it is the last of one."""
+    names = [name for name in decisions if name.startswith(COMMITS)]
+    found = []
+    for name in sorted(names, key=lambda name: int(name.removeprefix(COMMITS))):
+        last, rest = divmod(decisions[name] - 1, _ENDS)
+        rest, group = divmod(rest, MOST_GROUPS)
+        offset, behind = divmod(rest, _VERSIONS)
+        found.append(((group, behind, offset - _OFFSET), last))
+    return found
 
 
 def repeated_commits(
@@ -460,9 +442,7 @@ class GroupTurns:
         if not self._started:
             live.start(index)
         self._started = True
-        rule: TurnRule = live
-        if iteration.decisions is not None:
-            rule = self._repeat(iteration)
+        rule = live if iteration.decisions is None else self._repeat(iteration)
         clocks = list(live.clocks)
         try:
             made = make_commits(rule, place, self.groups // quorum)
