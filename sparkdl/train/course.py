@@ -415,7 +415,7 @@ def _noting(run: RunIdentity, engine: RecoveringEngine) -> Callable[[str, Manife
 def _note_checkpoint(
     run: RunIdentity, engine: RecoveringEngine, done: int, uri: str, manifest: Manifest
 ) -> None:
-    load = RestoredRun.of(run, uri, manifest, History()).load
+    load = RestoredRun(run, uri, manifest, History()).load
     engine.checkpointed(done, manifest.iteration, load)
 
 
