@@ -42,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.collectives.parameter_server import abandon_all
 from sparkdl.errors import SessionError
+from sparkdl.gang.channel import listening
 from sparkdl.gang.rank_task import Command, RankContext
 from sparkdl.process.system import address_call
 from sparkdl.slab.root import marked_directory
@@ -110,19 +111,10 @@ LEFT_AS_THEY_ARE = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "
 """The values that torchrun sets unless the variables are set already."""
 
 
-@dataclass(frozen=True)
-class Announce:
-    """The command that sets the variables until the rank ends.
-
-    ``told`` has the variables of each rank.
-    """
-
-    told: Sequence[Mapping[str, str]]
-
-    def __call__(self, member: RankContext) -> None:
-        own = self.told[member.rank]
-        said = {**LEFT_AS_THEY_ARE, **os.environ}
-        say(member.at_end, {**{key: said[key] for key in LEFT_AS_THEY_ARE}, **own})
+def announce(told: Sequence[Mapping[str, str]], member: RankContext) -> None:
+    """Set the variables, those of each rank in ``told``, until the rank ends."""
+    said = {**LEFT_AS_THEY_ARE, **os.environ}
+    say(member.at_end, {**{key: said[key] for key in LEFT_AS_THEY_ARE}, **told[member.rank]})
 
 
 def tell_of_other_gpu(member: RankContext) -> None:
@@ -193,7 +185,7 @@ def form_group(call: Call, seconds: float) -> list[Where]:
     else:
         store = NetworkStore(*call(functools.partial(listen, seconds))[0])
     ranks = call(where)
-    call(Announce(variables(ranks, os.path.basename(folder))))
+    call(functools.partial(announce, variables(ranks, os.path.basename(folder))))
     alone = len(gpus_of_ranks(ranks)) == len(ranks)
     call(functools.partial(join, store, seconds, "cpu:gloo,cuda:nccl" if alone else "gloo"))
     return ranks
@@ -287,9 +279,8 @@ def listen(seconds: float, member: RankContext) -> tuple[str, int] | None:
     """Serve torch's store on rank 0, and return its host and port."""
     if member.rank > 0:
         return None
-    family = socket.getaddrinfo(member.address, 0, type=socket.SOCK_STREAM)[0][0]
-    listening = socket.create_server((member.address, 0), family=family, backlog=1024)
-    port = listening.getsockname()[1]
+    door = listening(member.address)
+    port = int(door.getsockname()[1])
     member.kept["store"] = dist.TCPStore(
         member.address,
         port,
@@ -297,7 +288,7 @@ def listen(seconds: float, member: RankContext) -> tuple[str, int] | None:
         True,
         datetime.timedelta(seconds=seconds),
         wait_for_workers=False,
-        master_listen_fd=listening.detach(),
+        master_listen_fd=door.detach(),
     )
     return member.address, port
 
