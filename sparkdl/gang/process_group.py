@@ -181,9 +181,9 @@ def form_group(call: Call, seconds: float) -> list[Where]:
     """
     folder = call(offer_folder)[0]
     if all(call(functools.partial(sees, folder))):
-        store: Store = FileStore(os.path.join(folder, "store"))
+        store: Store = os.path.join(folder, "store")
     else:
-        store = NetworkStore(*call(functools.partial(listen, seconds))[0])
+        store = call(functools.partial(listen, seconds))[0]
     ranks = call(where)
     call(functools.partial(announce, variables(ranks, os.path.basename(folder))))
     alone = len(gpus_of_ranks(ranks)) == len(ranks)
@@ -191,29 +191,16 @@ def form_group(call: Call, seconds: float) -> list[Where]:
     return ranks
 
 
-@dataclass(frozen=True)
-class FileStore:
-    """A torch store in a file."""
-
-    path: str
-
-    def open(self, member: RankContext, timeout: datetime.timedelta) -> dist.Store:
-        return dist.FileStore(self.path, member.size)
+Store = str | tuple[str, int]
+"""torch's store: a file, or host and port at which rank 0 serves it."""
 
 
-@dataclass(frozen=True)
-class NetworkStore:
-    """A torch store that rank 0 serves."""
-
-    host: str
-    port: int
-
-    def open(self, member: RankContext, timeout: datetime.timedelta) -> dist.Store:
-        served = member.kept.pop("store", None)
-        return served or dist.TCPStore(self.host, self.port, None, False, timeout)
-
-
-Store = FileStore | NetworkStore
+def open_store(store: Store, member: RankContext, timeout: datetime.timedelta) -> dist.Store:
+    """Return a rank's end of the store."""
+    if isinstance(store, str):
+        return dist.FileStore(store, member.size)
+    served = member.kept.pop("store", None)
+    return served or dist.TCPStore(*store, None, False, timeout)
 
 
 LET_GO_SECONDS = 1.0
@@ -315,7 +302,7 @@ def join(store: Store, seconds: float, backend: str, member: RankContext) -> Non
     timeout = datetime.timedelta(seconds=seconds)
     dist.init_process_group(
         backend,
-        store=store.open(member, timeout),
+        store=open_store(store, member, timeout),
         rank=member.rank,
         world_size=member.size,
         timeout=timeout,
