@@ -176,11 +176,12 @@ class ResumeCandidates:
 
     def _check(self, uri: str, manifest: Manifest, identity: RunIdentity) -> None:
         """Raise ParameterError for a checkpoint of another run."""
-        if self._any_data:
-            differences = first_few(identity.model.differences(manifest.layout))
-        else:
-            differences = manifest.differences(identity.model, identity.data, identity.constants)
-        differences += _other_optimizers(identity.optimizers, manifest.optimizers)
+        of_model = first_few(identity.model.differences(manifest.layout))
+        optimizers = [*_other_optimizers(identity.optimizers, manifest.optimizers)]
+        trains = not of_model and not optimizers and manifest.frozen in ("", identity.frozen)
+        if not self._any_data:
+            of_model = manifest.differences(identity.model, identity.data, identity.constants)
+        differences = of_model + optimizers
         if manifest.frozen and not differences and identity.frozen != manifest.frozen:
             differences.append(
                 "the parameters that are frozen hold other values here, and a checkpoint contains "
@@ -191,14 +192,8 @@ class ResumeCandidates:
             raise ParameterError(
                 f"the checkpoint {Folder(uri)} belongs to another run: {'; '.join(differences)}. "
                 "Use what it was made with, or fit without resume= (in another folder)."
-                + (_ANY_DATA if self._trains(manifest, identity) else "")
+                + (_ANY_DATA if trains else "")
             )
-
-    def _trains(self, manifest: Manifest, identity: RunIdentity) -> bool:
-        """Return whether the checkpoint's state fits this model and these optimizers."""
-        others = [*identity.model.differences(manifest.layout)]
-        others += _other_optimizers(identity.optimizers, manifest.optimizers)
-        return not others and manifest.frozen in ("", identity.frozen)
 
     def _tell(self) -> None:
         for skipped in self._store.skipped:
