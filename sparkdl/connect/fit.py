@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import pickle
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -31,9 +32,9 @@ from sparkdl.connect.news import (
     HIDDEN,
     ControlAddress,
     ControlClient,
-    ControlServer,
     FollowedFit,
     ReportedProgress,
+    answering,
 )
 from sparkdl.connect.rows import ConnectedRows, PersistedSamples, WriteBoth, for_gang
 from sparkdl.data.equal_rows import RepeatedRows, SpreadRows, tell_of_shares
@@ -131,8 +132,7 @@ class LedFit:
         progress = ReportedProgress(gang.log)
         with contextlib.ExitStack() as block:
             if self.control is not None:
-                server = ControlServer(gang.address, self.control, progress.answer)
-                block.enter_context(server)
+                block.enter_context(answering(gang.address, self.control, progress.answer))
             yield from self._lead(gang, frames, progress)
 
     def _lead(
@@ -486,15 +486,12 @@ class Submissions:
         session, settings, trainer = self.session, self.settings, self.request.trainer
         fit, losses, last = self.fit, 0, self.before
         while True:
-            control = ControlClient(session, hosts_of(session))
+            control, training = ControlClient(session, hosts_of(session)), threading.Event()
             task = LedTask(replace(fit, control=control.address), timeout=settings.timeout)
-            follower = FollowedFit(control, trainer, self.ranks, settings, self.progress)
             try:
-                with (
-                    interruptible(ready=follower.trains) as interrupt,
-                    contextlib.closing(follower),
-                ):
-                    follower.pass_on(interrupt)
+                with interruptible(ready=training.is_set) as interrupt, contextlib.closing(control):
+                    shown = trainer, self.ranks, settings, self.progress
+                    follower = FollowedFit(control, *shown, interrupt, training)
                     profile = trainer.resource_profile
                     with reading_explained():
                         rows = run_led(self.frame, task, self.ranks, profile, follower)
