@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from logging.handlers import MemoryHandler
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,7 +93,7 @@ def diagnose(spark: SparkSession) -> Diagnosis:
     """
     milliseconds: dict[str, float] = {}
     reasons: dict[str, str] = {}
-    with _warnings() as advice, _settings(spark, _QUIET):
+    with _warnings() as records, _settings(spark, _QUIET):
         tasks = None if is_connected(spark) else task_slots(spark.sparkContext)
         data = _points(spark, ROWS * (tasks or 1))
         for engine in ENGINES:
@@ -107,7 +108,8 @@ def diagnose(spark: SparkSession) -> Diagnosis:
                 sentence, _, _ = str(error).partition("Traceback (most recent call last)")
                 reasons[engine] = " ".join(sentence.split())
         facts = [*_session_facts(spark, tasks), *_executor_facts(spark, tasks or 1)]
-    return Diagnosis(facts, milliseconds, reasons, list(dict.fromkeys(advice)))
+    advice = list(dict.fromkeys(record.getMessage() for record in records))
+    return Diagnosis(facts, milliseconds, reasons, advice)
 
 
 def _line(name: str, text: str, width: int = 12) -> str:
@@ -205,20 +207,14 @@ def _describe_node(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch
 
 
 @contextmanager
-def _warnings() -> Iterator[list[str]]:
+def _warnings() -> Iterator[list[logging.LogRecord]]:
     """Collect what sparkdl warns of, in place of showing it."""
-    logger, texts = logging.getLogger("sparkdl"), list[str]()
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.WARNING:
-                texts.append(record.getMessage())
-
-    handler, propagate = Collector(), logger.propagate
+    logger, handler = logging.getLogger("sparkdl"), MemoryHandler(1 << 16, logging.CRITICAL + 1)
+    handler.setLevel(logging.WARNING)
     logger.addHandler(handler)
-    logger.propagate = False
+    propagate, logger.propagate = logger.propagate, False
     try:
-        yield texts
+        yield handler.buffer
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagate

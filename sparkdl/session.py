@@ -258,6 +258,13 @@ class SessionFacts:
         """The checked ``spark.sparkdl.*`` settings. Raises what :func:`settings_of` raises."""
         return settings_of(self.context, self.session)
 
+    @property
+    def application(self) -> str:
+        """The id of the application, or of the session of Spark Connect."""
+        if self.context is None:
+            return f"connect-{self.session.session_id}"
+        return str(self.context.applicationId)
+
     def check_beside(self, data: Any) -> None:
         """Raise DataError or SessionError unless other data is of a session of the same kind."""
         if self.context is not None:

@@ -353,7 +353,7 @@ def _run(
     callbacks = (*trainer.callbacks, *added_callbacks(trainer.callbacks))
     columns = len(trainer.feature_columns), trainer.weight is not None
     for reading in itertools.count(1):
-        slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
+        slab = SlabConfig.new(settings.slab_dir, facts.application)
         if isinstance(data, PersistedSamples):
             rows = data.rows.into(slab)
         else:

@@ -187,7 +187,7 @@ class PersistedSamples(SharedSamples):
             model = prepare(trainer, None)
             ranks = trainer.number_of_replicas or slots_of(session, trainer.resource_profile)
             check_slots_of(session, ranks, trainer.resource_profile)
-            slab = SlabConfig.new(facts.settings.slab_dir, f"connect-{session.session_id}")
+            slab = SlabConfig.new(facts.settings.slab_dir, facts.application)
             rows = ConnectedRows.of(trainer, data, ranks, model.float_dtype, slab)
             with reading_explained():
                 rows.frame.persist()
@@ -197,7 +197,7 @@ class PersistedSamples(SharedSamples):
                     rows.frame.unpersist()
                     raise
         return PersistedSamples(
-            data=data, rows=rows, _trainer=trainer, _float_dtype=model.float_dtype
+            data=data, rows=rows, _trainer=trainer, float_dtype=model.float_dtype
         )
 
     @property

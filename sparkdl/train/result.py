@@ -8,7 +8,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -44,27 +44,32 @@ class FitEnd:
 
     samples: SampleSet
     output: Output | None
-    kinds: list[str]  # of weights
-    state: TrainState
+    kinds: Sequence[str]  # of weights
     history: History
-    packed: tuple[bytes, ...] | None  # the optimizer state; None: not wanted, or not collected
-    packed_best: tuple[bytes, ...] | None  # None, as for the next one: no pass goes on from here
-    schedule: Schedule | None
+    state: TrainState = field(default_factory=TrainState)
+    packed: tuple[bytes, ...] | None = None  # the optimizer state, if it was wanted and collected
+    packed_best: tuple[bytes, ...] | None = None  # None, as below: no pass goes on from here
+    schedule: Schedule | None = None
 
     def carried(
         self, trainer: TrainerSpec, model: PreparedModel, weights: Callable[[str], torch.Tensor]
     ) -> CarriedRun:
-        """Return the end of the run with its model; ``weights`` returns a vector by its kind."""
-        trained = trained_model(
-            trainer,
-            model,
-            self.samples,
-            self.output,
-            self.kinds,
-            weights,
-            self.history,
-            self.packed,
-        )
+        """Return the end of the run with its model.
+
+        ``weights`` returns a vector by its kind; one is held at a time.
+        """
+        make = result_maker(trainer, model, self.samples, self.output)
+        models = {
+            kind: make(
+                module=filled(build_model(model.payload), weights(kind)), history=self.history
+            )
+            for kind in self.kinds
+        }
+        trained = models[CURRENT]
+        trained.ema, trained.best = models.get(AVERAGE), models.get(BEST)
+        if self.packed is not None:
+            digest, identity = weights_digest(trained.module), ModelIdentity.of(model.layout)
+            trained.optimizer_state = StoredState(self.packed, identity, model.optimizers, digest)
         return CarriedRun(trained, self.state, self.packed_best, self.schedule)
 
 
@@ -107,43 +112,6 @@ def result_maker(
     )
 
 
-def wanted_weights(trainer: TrainerSpec, state: TrainState) -> list[str]:
-    """Return the kinds of weights that the result holds."""
-    wanted = [CURRENT]
-    if trainer.ema is not None:
-        wanted.append(AVERAGE)
-    if state.best is not None:
-        wanted.append(BEST)
-    return wanted
-
-
-def trained_model(
-    trainer: TrainerSpec,
-    model: PreparedModel,
-    samples: SampleSet,
-    output: Output | None,
-    kinds: Sequence[str],
-    weights: Callable[[str], torch.Tensor],
-    history: History,
-    packed: tuple[bytes, ...] | None = None,
-) -> TrainedModel:
-    """Return the result of a fit; one vector of ``weights`` is held at a time.
-
-    ``packed`` is its optimizer state, if that was collected.
-    """
-    make = result_maker(trainer, model, samples, output)
-    models = {
-        kind: make(module=filled(build_model(model.payload), weights(kind)), history=history)
-        for kind in kinds
-    }
-    trained = models[CURRENT]
-    trained.ema, trained.best = models.get(AVERAGE), models.get(BEST)
-    if packed is not None:
-        digest, identity = weights_digest(trained.module), ModelIdentity.of(model.layout)
-        trained.optimizer_state = StoredState(packed, identity, model.optimizers, digest)
-    return trained
-
-
 class Rescue(Callback):
     """A context manager around the loop and what follows it.
 
@@ -168,14 +136,10 @@ class Rescue(Callback):
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:
         self._state = state
 
+    on_validation_end = on_checkpoint = on_fit_start
+
     def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
         self._before, self._state = self._state, state
-
-    def on_validation_end(self, trainer: Any, state: TrainState) -> None:
-        self._state = state
-
-    def on_checkpoint(self, trainer: Any, state: TrainState) -> None:
-        self._state = state
 
     def __enter__(self) -> Rescue:
         return self
