@@ -26,7 +26,6 @@ from sparkdl.checkpoint.manifest import (
     consistency_text,
 )
 from sparkdl.checkpoint.resume import RestoredRun, ResumeCandidates
-from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import check_replicas, largest_staleness
@@ -43,7 +42,15 @@ from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.saved import manifest_of_model
 from sparkdl.loop.advance import catch_up, first_state
 from sparkdl.loop.callbacks import Callback, added_callbacks
-from sparkdl.loop.engine import AVERAGE, BEST, CURRENT, Engine, ReadState
+from sparkdl.loop.engine import (
+    AVERAGE,
+    BEST,
+    CURRENT,
+    Engine,
+    PendingStateWork,
+    ReadState,
+    StateWork,
+)
 from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import Interrupt, interruptible
 from sparkdl.loop.loop import LoopConfig, PeriodicTask, train
@@ -222,14 +229,12 @@ def run_course(
         manifest_model = manifest_of_model(
             make(module=model.module, history=history), trainer.freeze, trainer.unfreeze
         )  # without a name, since the module is freed below
-    periodic = periodic_tasks(
-        looped, engine, validation, identity, manifest_model, state, history, one_pass
-    )
+    rescue = Rescue(looped, engine, identity, manifest_model, history, one_pass)
+    periodic = periodic_tasks(rescue, validation, state)
     rows, replicas = counted(sum(samples.counts), "row"), counted(len(samples.counts), "replica")
     kind = dict(facts["Training"])["model"]
     site.progress.describe(f'{kind} on {rows}: {replicas}, engine="{trainer.engine}"')
     model.drop_module()
-    rescue = Rescue(looped, engine, identity, manifest_model, history, one_pass)
     asked = contextlib.nullcontext(site.interrupt) if site.interrupt else interruptible()
     kept = rescue if site.rescues else contextlib.nullcontext()
     with asked as interrupt, kept, contextlib.closing(site.progress):
@@ -346,38 +351,32 @@ def run_identity(
 
 
 def periodic_tasks(
-    trainer: TrainerSpec,
-    engine: Engine,
-    validation: ValidationSet | None,
-    identity: RunIdentity,
-    manifest_model: Mapping[str, Any],
-    state: TrainState,
-    history: History,
-    one_pass: bool,
+    run: Rescue, validation: ValidationSet | None, state: TrainState
 ) -> list[PeriodicTask]:
     """Return the tasks that the loop runs after an iteration when they are due, in order."""
-    tasks: list[PeriodicTask] = []
+    trainer, engine, tasks = run.trainer, run.engine, list[PeriodicTask]()
     if validation is not None and trainer.validation is not None:
-        tasks.append(Validator(engine, trainer.validation, validation.scorer, history))
+        tasks.append(Validator(engine, trainer.validation, validation.scorer, run.history))
     if trainer.checkpoint is not None:
-        if "unknown" in manifest_model and state.iteration == 0:
+        if "unknown" in run.manifest_model and state.iteration == 0:
             logger.warning(
                 "the checkpoints of this run can be resumed, but sparkdl.load cannot read them, "
                 "and save() of the trained model will fail: %s",
-                manifest_model["unknown"],
+                run.manifest_model["unknown"],
             )
         noting, background = None, None
         if isinstance(engine, RecoveringEngine):
-            noting = functools.partial(_noting, identity, engine)
+            noting = functools.partial(_noting, run.identity, engine)
             if trainer.checkpoint.asynchronous:
-                background = lambda uses: engine.later(lambda gang: gang.in_background(uses))  # noqa: E731
-        checkpointer = Checkpointer(
-            *(trainer.checkpoint, engine, identity, history, noting, background),
-            **{"model": manifest_model, "begun": state, "endless": one_pass},
-        )
+                background = functools.partial(_in_background, engine)
+        checkpointer = run.checkpointer(trainer.checkpoint, state, noting, background)
         checkpointer.check()
         tasks.append(checkpointer)
     return tasks
+
+
+def _in_background(engine: RecoveringEngine, uses: StateWork) -> PendingStateWork:
+    return engine.later(lambda gang: gang.in_background(uses))
 
 
 def _noting(run: RunIdentity, engine: RecoveringEngine) -> Callable[[str, Manifest], None]:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 
 from sparkdl.engines.resources import FitResources
-from sparkdl.gang.connect import slots_of
+from sparkdl.gang.connect import in_tasks, slots_of
 from sparkdl.gang.slots import cpus_of
 from sparkdl.session import SessionFacts
 from sparkdl.slab.pool import clean_here
 from sparkdl.slab.root import SlabConfig
-from sparkdl.spark.worker import finish_task
 
 CLEAN_SECONDS = 20.0
 """The longest time that removing the slabs of a run takes, where other queries have the slots."""
@@ -60,18 +59,8 @@ class PlainTasks:
             yield
 
 
-@dataclass(frozen=True)
-class _Clean:
-    """The task that removes the slabs of a run from its node."""
-
-    slab: SlabConfig
-
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for _ in batches:
-            pass
-        clean_here(self.slab)
-        finish_task()
-        yield from ()
+def _clean(slab: SlabConfig, number: int) -> None:
+    clean_here(slab)
 
 
 def clean_nodes(session: Any, slab: SlabConfig, tasks: int) -> None:
@@ -87,8 +76,7 @@ def clean_nodes(session: Any, slab: SlabConfig, tasks: int) -> None:
     timer.start()
     try:
         with contextlib.suppress(PySparkException):
-            frame = session.range(0, tasks, 1, tasks)
-            frame.mapInArrow(_Clean(slab), "nothing int").toArrow()
+            in_tasks(session, functools.partial(_clean, slab), range(tasks))
     finally:
         timer.cancel()
         session.removeTag(tag)

@@ -112,26 +112,32 @@ def result_maker(
     )
 
 
+@dataclass
 class Rescue(Callback):
     """A context manager around the loop and what follows it.
 
     It is also the first of the loop's callbacks, which tells it where the run stands.
     """
 
-    def __init__(
-        self,
-        trainer: TrainerSpec,
-        engine: Engine,
-        identity: RunIdentity,
-        manifest_model: Mapping[str, Any],
-        history: History,
-        one_pass: bool = False,
-    ) -> None:
-        self._manifest_model, self._one_pass = manifest_model, one_pass
-        self._trainer, self._engine = trainer, engine
-        self._identity, self._history = identity, history
-        self._before: TrainState | None = None
-        self._state: TrainState | None = None
+    trainer: TrainerSpec
+    engine: Engine
+    identity: RunIdentity
+    manifest_model: Mapping[str, Any]
+    history: History
+    one_pass: bool
+    _before: TrainState | None = None
+    _state: TrainState | None = None
+
+    def checkpointer(
+        self, where: Checkpoint, begun: TrainState, noting: Any = None, background: Any = None
+    ) -> Checkpointer:
+        """Return the writer of the run's checkpoints."""
+        return Checkpointer(
+            *(where, self.engine, self.identity, self.history, noting, background),
+            model=self.manifest_model,
+            begun=begun,
+            endless=self.one_pass,
+        )
 
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:
         self._state = state
@@ -155,12 +161,12 @@ class Rescue(Callback):
         if not isinstance(error, Exception) or before is None or state is None:
             return
         try:
-            if self._history.stopped is None and not self._trainer.stop(before, state):
+            if self.history.stopped is None and not self.trainer.stop(before, state):
                 return
             if isinstance(error, StalledError):  # a checkpoint would stall as long
                 raise CheckpointError("Spark does nothing")
             again = "fit(data, resume=path) returns it without training again"
-            if self._one_pass:
+            if self.one_pass:
                 again = "partial_fit(data, resume=path) of a new trainer continues it"
             note = (
                 f"Training had finished, after {counted(state.iteration, 'iteration')}. The model is "
@@ -189,27 +195,16 @@ class Rescue(Callback):
             (_, manifest), *_ = CheckpointStore.open(state.checkpoint).candidates()
             if manifest.iteration == state.iteration:
                 return state.checkpoint
-        own = self._trainer.checkpoint
+        own = self.trainer.checkpoint
         if own is not None:
             with contextlib.suppress(CheckpointError):  # its disk is full, for example
-                return self._written(own, state)
+                return self.checkpointer(own, state).written(state)
         folder = tempfile.mkdtemp(prefix="kept-by-sparkdl-")
         try:
             try:
-                return self._written(Checkpoint(folder), state)
+                return self.checkpointer(Checkpoint(folder), state).written(state)
             except CheckpointError:  # the executors do not share this folder
-                return self._written(Checkpoint(folder), state, here=True)
+                return self.checkpointer(Checkpoint(folder), state).written(state, True)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-
-    def _written(self, where: Checkpoint, state: TrainState, here: bool = False) -> str:
-        writer = Checkpointer(
-            where,
-            self._engine,
-            self._identity,
-            self._history,
-            model=self._manifest_model,
-            begun=state,
-        )
-        return writer.written(state, here)
