@@ -22,7 +22,6 @@ from typing import Any
 import pyarrow as pa
 import torch
 from pyspark import BarrierTaskContext, cloudpickle
-from pyspark.sql import DataFrame
 
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.checkpoint.files import Folder
@@ -363,16 +362,13 @@ def _run(
         fit = LedFit(slab, rows.write, *columns, order, resume, MAX_ROWS_BYTES)
         progress.doing("starting the gang and reading rows")
         try:
-            frame = rows.frame
-            end = Submissions(request, session, settings, frame, ranks, fit, newest, progress).end()
+            end = submitted(request, facts, settings, rows, fit, newest, progress)
             break
         except ReadOtherwise as otherwise:
             if isinstance(data, PersistedSamples):
                 raise
             trainer = replace(trainer, columns=read_again(trainer.columns, otherwise, reading))
             model.read_by(trainer)
-    if end is None:
-        raise DataError(NO_ROWS)
 
     def weights(kind: str) -> torch.Tensor:
         return torch.frombuffer(bytearray(end.weights.pop(kind)), dtype=model.layout.dtype)
@@ -454,82 +450,64 @@ class NewestCheckpoint:
 def _newest_of(
     checkpoint: Checkpoint | None, resume: Any, any_data: bool, number: int
 ) -> NewestCheckpoint:
-    newest = NewestCheckpoint()
-    if checkpoint is not None:
-        for uri, manifest in CheckpointStore(checkpoint.path).candidates():
-            newest = NewestCheckpoint(uri, manifest.iteration)
-            break
-    if resume is not None:
-        candidates = ResumeCandidates(checkpoint, resume, any_data)
-        newest = replace(newest, replicas=candidates.replicas)
-    return newest
+    whole = () if checkpoint is None else CheckpointStore(checkpoint.path).candidates()
+    uri, iteration = next(((uri, manifest.iteration) for uri, manifest in whole), ("", 0))
+    replicas = None if resume is None else ResumeCandidates(checkpoint, resume, any_data).replicas
+    return NewestCheckpoint(uri, iteration, replicas)
 
 
-@dataclass(frozen=True)
-class Submissions:
-    """The submissions of a fit: one, and another for each time that ranks are lost."""
+def submitted(
+    request: FitRequest,
+    facts: SessionFacts,
+    settings: Settings,
+    rows: ConnectedRows,
+    first: LedFit,
+    before: NewestCheckpoint,
+    progress: Progress,
+) -> LedEnd:
+    """Submit a fit, and again each time that ranks are lost; return its end, with its weights.
 
-    request: FitRequest
-    session: Any
-    settings: Settings
-    frame: DataFrame
-    ranks: int
-    fit: LedFit
-    before: NewestCheckpoint  # the newest before the run
-    progress: Progress
-
-    def end(self) -> LedEnd | None:
-        """Return the end of the fit, with its weights; None if there were no rows.
-
-        Raise KeyboardInterrupt if the user interrupted before the training, or twice.
-        """
-        session, settings, trainer = self.session, self.settings, self.request.trainer
-        fit, losses, last = self.fit, 0, self.before
-        while True:
-            control, training = ControlClient(session, hosts_of(session)), threading.Event()
-            task = LedTask(replace(fit, control=control.address), timeout=settings.timeout)
-            try:
-                with interruptible(ready=training.is_set) as interrupt, contextlib.closing(control):
-                    shown = trainer, self.ranks, settings, self.progress
-                    follower = FollowedFit(control, *shown, interrupt, training)
-                    profile = trainer.resource_profile
-                    with reading_explained():
-                        rows = run_led(self.frame, task, self.ranks, profile, follower)
-                    end = self._end_of(rows)
-                    if end is not None:
-                        follower.ended(end.fit.state)
-                return end
-            except StateLostError as lost:
-                if interrupt.asked:
-                    raise KeyboardInterrupt from lost
-                losses += 1
-                newest = self._newest()
-                if newest.uri != last.uri:
-                    losses, last = 1, newest
-                if losses >= (MAX_LOSSES if trainer.checkpoint else LOSSES_FROM_START):
-                    raise
-                resume, where = self.fit.resume, "the beginning"
-                if newest.uri != self.before.uri:
-                    resume, where = LATEST, f"the checkpoint after iteration {newest.iteration}"
-                elif resume is not None:
-                    where = "the checkpoint that it began with"
-                reason = str(lost).partition("\n")[0].rstrip(".")
-                logger.warning("%s. Submitted again, from %s.", reason, where)
-                fit = replace(fit, resume=resume, again=True)
-            except BaseException:
-                with interrupts_held():
-                    clean_nodes(session, self.fit.slab, self.ranks)
+    ``before`` is the newest checkpoint before the run. Raise KeyboardInterrupt if the user interrupted
+    before the training, or twice, and DataError if there are no rows.
+    """
+    session, trainer, ranks = facts.session, request.trainer, rows.ranks
+    fit, losses, last = first, 0, before
+    while True:
+        control, training = ControlClient(session, hosts_of(session)), threading.Event()
+        task = LedTask(replace(fit, control=control.address), timeout=settings.timeout)
+        try:
+            with interruptible(ready=training.is_set) as interrupt, contextlib.closing(control):
+                told = trainer, ranks, settings, progress
+                follower = FollowedFit(control, *told, interrupt, training)
+                with reading_explained():
+                    found = run_led(rows.frame, task, ranks, trainer.resource_profile, follower)
+                if not found:  # Spark runs no task for rows of which it knows that there are none
+                    raise DataError(NO_ROWS)
+                if STORED in found:
+                    found = pickle.loads(found[STORED]).fetch(session)
+                end: LedEnd = pickle.loads(found.pop(RESULT))
+                follower.ended(end.fit.state)
+            return replace(end, weights=found)
+        except StateLostError as lost:
+            if interrupt.asked:
+                raise KeyboardInterrupt from lost
+            losses += 1
+            newest = before
+            if trainer.checkpoint is not None:
+                newest = NewestCheckpoint.seen(session, request, None)
+            if newest.uri != last.uri:
+                losses, last = 1, newest
+            if losses >= (MAX_LOSSES if trainer.checkpoint else LOSSES_FROM_START):
                 raise
-
-    def _end_of(self, rows: dict[str, bytes]) -> LedEnd | None:
-        if not rows:  # Spark runs no task for rows of which it knows that there are none
-            return None
-        if STORED in rows:
-            rows = pickle.loads(rows[STORED]).fetch(self.session)
-        end: LedEnd = pickle.loads(rows.pop(RESULT))
-        return replace(end, weights=rows)
-
-    def _newest(self) -> NewestCheckpoint:
-        if self.request.trainer.checkpoint is None:
-            return self.before
-        return NewestCheckpoint.seen(self.session, self.request, None)
+            resume, where = first.resume, "the beginning"
+            if newest.uri != before.uri:
+                resume, where = LATEST, f"the checkpoint after iteration {newest.iteration}"
+            elif resume is not None:
+                where = "the checkpoint that it began with"
+            reason = str(lost).partition("\n")[0].rstrip(".")
+            logger.warning("%s. Submitted again, from %s.", reason, where)
+            fit = replace(fit, resume=resume, again=True)
+        except BaseException:
+            with interrupts_held():
+                clean_nodes(session, first.slab, ranks)
+            raise
