@@ -42,22 +42,13 @@ from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
 from sparkdl.data.samples import SampleSet, sample_set
 from sparkdl.engines.gang.rank import frames_of
-from sparkdl.errors import (
-    CheckpointError,
-    DataError,
-    ModelError,
-    ParameterError,
-    StateLostError,
-    cannot_travel,
-    pickling,
-)
+from sparkdl.errors import CheckpointError, DataError, ParameterError, StateLostError
 from sparkdl.gang.connect import check_slots_of, hosts_of, in_tasks, run_led, slots_of
 from sparkdl.gang.led import RESULT, LedGang, LedTask, picklable_attributes
 from sparkdl.gang.rank_task import RankContext
 from sparkdl.loop.callbacks import Callback, added_callbacks
 from sparkdl.loop.interrupt import interruptible, interrupts_held
 from sparkdl.loop.progress import Progress, progress_of
-from sparkdl.model.preparation import dumps
 from sparkdl.process.determinism import Numerics
 from sparkdl.session import SessionFacts
 from sparkdl.settings import Settings
@@ -71,11 +62,10 @@ from sparkdl.train.fit import built
 from sparkdl.train.placed_samples import check_validation, read_again
 from sparkdl.train.plain_tasks import clean_nodes
 from sparkdl.train.preflight import check_mesh, check_sizes
-from sparkdl.train.prepare import PreparedModel, prepare
+from sparkdl.train.prepare import PreparedModel, prepare, travelling
 from sparkdl.train.request import CarriedRun, FitRequest
 from sparkdl.train.result import FitEnd
 from sparkdl.train.spec import TrainerSpec
-from sparkdl.usercode import accompanied
 
 MAX_ROWS_BYTES = 64_000_000
 """The largest result that comes back as rows of the query: the server holds all rows of a task at
@@ -407,23 +397,16 @@ def _order(request: FitRequest, model: PreparedModel, settings: Settings) -> byt
         validation: Any = replace(trainer.validation, data=nothing)  # type: ignore[arg-type]
         sent = replace(sent, validation=validation)
     order = FitOrder(replace(request, trainer=sent, replay=None), settings)
-    try:
-        return dumps(accompanied(order))
-    except Exception as error:
-        for callback in sent.callbacks:
-            remedy = (
-                "In a Spark Connect session callbacks run in rank 0: let it open files and "
-                "connections in on_fit_start, and keep no session."
-            )
-            with pickling(f"the callback {type(callback).__name__}", remedy):
-                dumps(accompanied(callback))
-        for name in ("stop", "schedule", "validation", "checkpoint", "histograms"):
-            remedy = "In a Spark Connect session rank 0 has it: let it hold no open resource."
-            with pickling(f"{name}=", remedy):
-                dumps(accompanied(getattr(sent, name)))
-        raise ModelError(
-            cannot_travel("the trainer", error, "Define what it holds in a module.")
-        ) from None
+    remedy = (
+        "In a Spark Connect session callbacks run in rank 0: let it open files and connections in "
+        "on_fit_start, and keep no session."
+    )
+    parts = [(f"the callback {type(one).__name__}", one, remedy) for one in sent.callbacks]
+    remedy = "In a Spark Connect session rank 0 has it: let it hold no open resource."
+    names = ("stop", "schedule", "validation", "checkpoint", "histograms")
+    parts += [(f"{name}=", getattr(sent, name), remedy) for name in names]
+    parts.append(("the trainer", None, "Define what it holds in a module."))
+    return travelling(order, parts)
 
 
 @dataclass(frozen=True)
