@@ -125,13 +125,14 @@ class SlabFullError(TrainingError, OSError):
     """No slab directory of this node has room, or the directory cannot be created."""
 
 
-def optional_library(name: str, what: str, extra: str) -> Any:
-    """Return the module called ``name``, which ``what`` needs; pip installs it under the same name."""
+def optional_library(name: str, what: str, extra: str, package: str = "") -> Any:
+    """Return the module called ``name``, which ``what`` needs; pip may know it as ``package``."""
     try:
         return importlib.import_module(name)
     except ImportError:
         raise ParameterError(
-            f'{what} needs a library that is not installed: pip install {name} (the extra "{extra}").'
+            f"{what} needs a library that is not installed: pip install {package or name} (the extra "
+            f'"{extra}").'
         ) from None
 
 

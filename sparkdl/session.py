@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,8 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
         else str(value)
         for key, value in plain(settings).items()
     }
+    # With pandas 3, Spark warns at each of its functions; docs/versions.md says what is tested.
+    warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
     conf = _launched(given, master)
     python = given.get("spark.pyspark.python") or conf.get("spark.pyspark.python")
     os.environ.setdefault("PYSPARK_PYTHON", python or sys.executable)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from sparkdl.consistency.base import MOST, Consistency, largest_staleness, problems_of_delay
+from sparkdl.consistency.base import DELAY, MOST, Consistency, conflicts, largest_staleness
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.errors import ParameterError, counted, known_arguments, shown
 from sparkdl.plain import is_whole, make_plain
@@ -370,36 +370,27 @@ class Asynchronous(Consistency):
 
     def problems_with(self, trainer: Any) -> Iterator[str]:
         what = "consistency=Asynchronous"
-        if trainer.engine == "gang":
-            yield (
-                f'{what} with engine="gang": its ranks sum gradients at every step, and wait for one '
-                'another. Use engine="shuffle".'
-            )
-        yield from problems_of_delay(what, trainer)
-        if trainer.precision == "fp16":
-            yield (
-                f'{what} with precision="fp16": the loss scale is one for all gradients of an '
-                'iteration. Use precision="bf16".'
-            )
-        if trainer.ema is not None:
-            yield (
-                f"{what} with ema={shown(trainer.ema)}: its decay is one for steps with all gradients. "
-                "Leave one of the two out."
-            )
-        if trainer.histograms is not None:
-            yield (
-                f"{what} with histograms: there is no gradient of an iteration. Leave one of the two "
-                "out."
-            )
-        if trainer.clip_norm is not None and trainer.slices != 1:
-            yield (
-                f"{what} with clip_norm={shown(trainer.clip_norm)}: slices would wait for one another "
-                "in each step. Use slices=1, or clip_value."
-            )
+        yield from conflicts(what, trainer, _REASONS)
+        if trainer.slices != 1:
+            yield from conflicts(what, trainer, _SEVERAL_SLICES)
         if isinstance(trainer.replicas, int):
             problem = self._problem_of_groups(trainer.replicas)
             if problem:
                 yield problem
+
+
+_REASONS = {
+    "engine=gang": "its ranks sum gradients at every step, and wait for one another. Use "
+    'engine="shuffle".',
+    **DELAY,
+    "precision=fp16": "the loss scale is one for all gradients of an iteration. Use "
+    'precision="bf16".',
+    "ema": "its decay is one for steps with all gradients. Leave one of the two out.",
+    "histograms": "there is no gradient of an iteration. Leave one of the two out.",
+}
+_SEVERAL_SLICES = {
+    "clip_norm": "slices would wait for one another in each step. Use slices=1, or clip_value."
+}
 
 
 class GroupTurns:

@@ -50,23 +50,19 @@ def rules_of(module: nn.Module, patterns: Mapping[str, Rule]) -> dict[str, Rule]
         aliases.setdefault(id(buffer), []).append(name)
     found = {}
     for names in aliases.values():
-        rules = (
-            rule for one in (_of_trainer, _of_modules) for rule in one(names, owners, patterns)
-        )
-        rule = next(rules, None)
+        rule = next(_rules(names, owners, patterns), None)
         if rule is not None:
             found[names[0]] = rule
     return found
 
 
-def _of_trainer(names: list[str], owners: Mapping[str, nn.Module], patterns: Any) -> Iterator[Rule]:
+def _rules(
+    names: list[str], owners: Mapping[str, nn.Module], patterns: Mapping[str, Rule]
+) -> Iterator[Rule]:
+    """Yield the rules of the trainer, those that modules say, the innermost first, and the table's."""
     for pattern, rule in patterns.items():
         if any(fnmatch.fnmatchcase(name, pattern) for name in names):
             yield rule
-
-
-def _of_modules(names: list[str], owners: Mapping[str, nn.Module], patterns: Any) -> Iterator[Rule]:
-    """Yield the rules that modules say, the innermost first, and then those of the table."""
     for name in names:
         path, _, attribute = name.rpartition(".")
         owner, within = owners[path], attribute

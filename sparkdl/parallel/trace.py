@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -80,15 +80,11 @@ class TracedStage(nn.Module):
         if self._takes:
             several = value if len(self._takes) > 1 else (value,)
             known.update(zip(self._takes, several, strict=True))
+        inputs = value if isinstance(value, tuple) else (value,)
         for node in self._nodes:
-            if node.op == "placeholder":
-                known[node] = value if isinstance(value, tuple) else (value,)
-                continue
-            args: Any = map_arg(node.args, known.__getitem__)
-            kwargs: Any = map_arg(node.kwargs, known.__getitem__)
+            known[node] = computed(node, known, inputs, self._called.__getitem__, self._tensor)
             if node.op == "output":
-                return args[0]
-            known[node] = self._done(node, args, kwargs)
+                return known[node]
         values = tuple(known[node] for node in self._gives)
         return values if len(values) > 1 else values[0]
 
@@ -99,22 +95,32 @@ class TracedStage(nn.Module):
             if own is not None:
                 owner._parameters[name] = own
 
-    def _done(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        if node.op == "call_module":
-            return self._called[str(node.target)](*args, **kwargs)
-        if node.op == "get_attr":
-            owner, name = self._owners[str(node.target)]
-            own = self._parameters.get(self._names[str(node.target)])
-            return getattr(owner, name) if own is None else own  # a buffer may have been replaced
-        return call_node(node, args, kwargs)
+    def _tensor(self, target: str) -> Any:
+        owner, name = self._owners[target]
+        own = self._parameters.get(self._names[target])
+        return getattr(owner, name) if own is None else own  # a buffer may have been replaced
 
 
-def call_node(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Call the function or method that a node of a recording stands for."""
+def computed(
+    node: fx.Node,
+    known: Mapping[fx.Node, Any],
+    inputs: tuple[Any, ...],
+    called: Callable[[str], nn.Module],
+    tensor: Callable[[str], Any],
+) -> Any:
+    """Return the value of a node of a recording, of the values that are known."""
+    if node.op == "placeholder":
+        return inputs
+    args: Any = map_arg(node.args, known.__getitem__)
+    kwargs: Any = map_arg(node.kwargs, known.__getitem__)
+    target: Any = node.target
+    if node.op == "output":
+        return args[0]
+    if node.op == "get_attr":
+        return tensor(target)
     if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return (called(target) if node.op == "call_module" else target)(*args, **kwargs)
 
 
 Items = list[tuple[str, nn.Module]]
@@ -263,7 +269,8 @@ class _Tracer(fx.Tracer):
         node = super().create_node(*args, **kwargs)
         self._busy = True
         try:
-            self.values[node] = self._value(node)
+            called = self.root.get_submodule
+            self.values[node] = computed(node, self.values, self._inputs, called, self._tensor)
         finally:
             self._busy = False
         return node
@@ -288,19 +295,9 @@ class _Tracer(fx.Tracer):
             return super().iter(obj)
         return (operator.getitem(obj, i) for i in range(len(value)))
 
-    def _value(self, node: fx.Node) -> Any:
-        if node.op == "placeholder":
-            return self._inputs
-        args: Any = map_arg(node.args, self.values.__getitem__)
-        if node.op == "output":
-            return args[0]
-        kwargs: Any = map_arg(node.kwargs, self.values.__getitem__)
-        if node.op == "get_attr":
-            path, _, name = str(node.target).rpartition(".")
-            return getattr(self.root.get_submodule(path), name)
-        if node.op == "call_module":
-            return self.root.get_submodule(str(node.target))(*args, **kwargs)
-        return call_node(node, args, kwargs)
+    def _tensor(self, target: str) -> Any:
+        path, _, name = target.rpartition(".")
+        return getattr(self.root.get_submodule(path), name)
 
 
 @contextlib.contextmanager

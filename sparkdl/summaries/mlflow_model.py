@@ -18,10 +18,9 @@ import torch
 from pyspark.sql import DataFrame
 
 from sparkdl.data.columns.base import names_read
-from sparkdl.errors import ParameterError, UserError, kind_of
+from sparkdl.errors import ParameterError, UserError, kind_of, optional_library
 from sparkdl.infer.model import TrainedModel, load
 from sparkdl.settings import DISTRIBUTION, __version__
-from sparkdl.summaries.base import extra_needed
 from sparkdl.summaries.mlflow_pyfunc import PyFunc
 
 logger = logging.getLogger("sparkdl")
@@ -194,11 +193,7 @@ def _load_pyfunc(path: str) -> PyFunc:
 
 def _mlflow(what: str) -> Any:
     """Return the library. Raises ParameterError if it is not installed."""
-    try:
-        import mlflow
-    except ImportError:
-        raise extra_needed(what, "mlflow", "mlflow-skinny") from None
-    return mlflow
+    return optional_library("mlflow", what, "mlflow", "mlflow-skinny")
 
 
 def check_model(what: str, trained: Any) -> None:
