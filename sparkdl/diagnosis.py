@@ -25,6 +25,8 @@ from sparkdl.gang.slots import task_slots
 from sparkdl.loop.triggers import max_iteration
 from sparkdl.session import is_connected
 from sparkdl.settings import __version__
+from sparkdl.train.fit import fit
+from sparkdl.train.request import FitRequest
 from sparkdl.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -40,7 +42,6 @@ ENGINES = {
     "shuffle": "Spark jobs: a lost executor costs seconds",
     "gang": "one barrier stage: all ranks at once",
 }
-_QUIET = {"spark.sparkdl.progress": "false", "spark.sparkdl.timeout.seconds": "120"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def diagnose(spark: SparkSession) -> Diagnosis:
     """
     milliseconds: dict[str, float] = {}
     reasons: dict[str, str] = {}
-    with _warnings() as records, _settings(spark, _QUIET):
+    with _warnings() as records:
         tasks = None if is_connected(spark) else task_slots(spark.sparkContext)
         data = _points(spark, ROWS * (tasks or 1))
         for engine in ENGINES:
@@ -126,7 +127,7 @@ def _points(spark: SparkSession, rows: int) -> DataFrame:
 
 def _trial_fit(data: DataFrame, engine: str, tasks: int | None) -> float:
     """Return the median milliseconds of an iteration."""
-    trained = Trainer(
+    trainer = Trainer(
         model=partial(nn.Linear, 3, 1),
         loss=_mean_squares,
         optimizer=partial(torch.optim.SGD, lr=0.01),
@@ -134,7 +135,8 @@ def _trial_fit(data: DataFrame, engine: str, tasks: int | None) -> float:
         batch_size=max(32, 2 * (tasks or 1)),
         replicas=tasks,
         stop=max_iteration(ITERATIONS),
-    ).fit(data)
+    )
+    trained = fit(data, FitRequest(trainer=trainer), progress="false", timeout=120.0).trained
     seconds = [row["seconds"] for row in trained.history]
     laps = [after - before for before, after in itertools.pairwise(seconds)]
     return 1000 * statistics.median(laps[-(ITERATIONS // 3) :])
@@ -218,19 +220,3 @@ def _warnings() -> Iterator[list[logging.LogRecord]]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagate
-
-
-@contextmanager
-def _settings(spark: SparkSession, values: dict[str, str]) -> Iterator[None]:
-    """Set keys of the session for the time of a ``with`` block."""
-    before: dict[str, str | None] = {key: spark.conf.get(key, None) for key in values}
-    for key, value in values.items():
-        spark.conf.set(key, value)
-    try:
-        yield
-    finally:
-        for key, previous in before.items():
-            if previous is None:
-                spark.conf.unset(key)
-            else:
-                spark.conf.set(key, previous)

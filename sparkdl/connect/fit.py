@@ -28,7 +28,6 @@ from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.resume import LATEST, ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore, piece_name, result_name
 from sparkdl.connect.news import (
-    HIDDEN,
     ControlAddress,
     ControlClient,
     FollowedFit,
@@ -309,18 +308,13 @@ def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
     A replay is only checked, since a gang decides nothing.
     """
     with end_of_session_explained(facts.session):
-        settings = facts.settings
-        if request.quiet:
-            settings = replace(settings, progress=HIDDEN)
-        progress = progress_of(settings.progress, "", time.monotonic(), request.one_pass)
+        progress = progress_of(facts.settings.progress, "", time.monotonic(), request.one_pass)
         with contextlib.closing(progress):
-            return _run(data, request, facts, settings, progress)
+            return _run(data, request, facts, progress)
 
 
-def _run(
-    data: Any, request: FitRequest, facts: SessionFacts, settings: Settings, progress: Progress
-) -> CarriedRun:
-    session = facts.session
+def _run(data: Any, request: FitRequest, facts: SessionFacts, progress: Progress) -> CarriedRun:
+    session, settings = facts.session, facts.settings
     trainer = for_gang(request.trainer)
     check_replay(trainer, request.replay)
     model = built(trainer, request, facts, progress)
@@ -352,7 +346,7 @@ def _run(
         fit = LedFit(slab, rows.write, *columns, order, resume, MAX_ROWS_BYTES)
         progress.doing("starting the gang and reading rows")
         try:
-            end = submitted(request, facts, settings, rows, fit, newest, progress)
+            end = submitted(request, facts, rows, fit, newest, progress)
             break
         except ReadOtherwise as otherwise:
             if isinstance(data, PersistedSamples):
@@ -442,7 +436,6 @@ def _newest_of(
 def submitted(
     request: FitRequest,
     facts: SessionFacts,
-    settings: Settings,
     rows: ConnectedRows,
     first: LedFit,
     before: NewestCheckpoint,
@@ -453,7 +446,7 @@ def submitted(
     ``before`` is the newest checkpoint before the run. Raise KeyboardInterrupt if the user interrupted
     before the training, or twice, and DataError if there are no rows.
     """
-    session, trainer, ranks = facts.session, request.trainer, rows.ranks
+    session, settings, trainer, ranks = facts.session, facts.settings, request.trainer, rows.ranks
     fit, losses, last = first, 0, before
     while True:
         control, training = ControlClient(session, hosts_of(session)), threading.Event()

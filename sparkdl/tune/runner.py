@@ -484,8 +484,8 @@ class ConnectedTrials(FitsHere):
         self._session.addTag(self._tag)
         try:
             with none_added():
-                request = FitRequest(trainer=trainer, quiet=self._threads is not None)
-                return fit(self.data, request).trained
+                quiet = {} if self._threads is None else {"progress": "false"}
+                return fit(self.data, FitRequest(trainer=trainer), **quiet).trained
         finally:
             self._session.removeTag(self._tag)
 
