@@ -156,7 +156,7 @@ class LedFit:
         read = finished.trainer.columns
         adapted = {name: one for name, one in read.items() if trainer.columns.get(name) != one}
         samples = replace(samples, handles=(), preview=[], more=[], columns=adapted)
-        attributes = tuple(map(_attributes, trainer.callbacks))
+        attributes = tuple(cloudpickle.dumps(picklable_attributes(c)) for c in trainer.callbacks)
         end = LedEnd(replace(finished.end, samples=samples), attributes)
         rows = {RESULT: cloudpickle.dumps(end)}
         rows.update((kind, flat.numpy().tobytes()) for kind, flat in weights.items())
@@ -167,8 +167,7 @@ class LedFit:
         if sum(map(len, rows.values())) <= self.most or trainer.checkpoint is None:
             yield from rows.items()
             return
-        stored: StoredRows = store_rows(trainer.checkpoint.path, rows)
-        yield STORED, pickle.dumps(stored)
+        yield STORED, pickle.dumps(store_rows(trainer.checkpoint.path, rows))
 
     def _validation(
         self, gang: LedGang, handles: list[SampleHandle], samples: SampleSet
@@ -197,12 +196,6 @@ class LedFit:
         rows = preview.join([read[partition] for partition in preview.rows])
         weighted = self.weighted
         return sample_set(None, handles, self.num_features, weighted, rows, sampled=sampled)
-
-
-def _attributes(callback: Callback) -> bytes:
-    """Pickle the attributes of a callback that can be pickled."""
-    packed: bytes = cloudpickle.dumps(picklable_attributes(callback))
-    return packed
 
 
 @dataclass(frozen=True)
@@ -245,7 +238,6 @@ class StoredRows:
     """
 
     uri: str
-    sizes: Mapping[str, int]  # bytes by kind, in the order in which they are stored
     digests: tuple[bytes, ...]  # SHA-256 of each file
 
     def fetch(self, session: Any) -> dict[str, bytes]:
@@ -265,10 +257,7 @@ class StoredRows:
                     )
                 data += part
         in_tasks(session, self._delete, range(1))
-        rows, start = {}, 0
-        for kind, nbytes in self.sizes.items():
-            rows[kind] = bytes(memoryview(data)[start : start + nbytes])
-            start += nbytes
+        rows: dict[str, bytes] = pickle.loads(data)
         return rows
 
     def _read(self, number: int) -> bytes:
@@ -286,13 +275,12 @@ def store_rows(path: str | os.PathLike[str], rows: Mapping[str, bytes]) -> Store
     """Write rows into a new folder in ``path``, which all executors share."""
     folder = Folder.of(path).folder(result_name())
     folder.make()
-    data, digests = b"".join(rows.values()), []
+    data, digests = pickle.dumps(dict(rows)), []
     for number, start in enumerate(range(0, len(data), PIECE_BYTES)):
         piece = data[start : start + PIECE_BYTES]
         folder.write(piece_name(number), piece)
         digests.append(hashlib.sha256(piece).digest())
-    sizes = {kind: len(content) for kind, content in rows.items()}
-    return StoredRows(folder.uri, sizes, tuple(digests))
+    return StoredRows(folder.uri, tuple(digests))
 
 
 logger = logging.getLogger("sparkdl")
@@ -395,6 +383,7 @@ def _order(request: FitRequest, model: PreparedModel, settings: Settings) -> byt
         "In a Spark Connect session callbacks run in rank 0: let it open files and connections in "
         "on_fit_start, and keep no session."
     )
+    parts: list[tuple[str, Any, str]]
     parts = [(f"the callback {type(one).__name__}", one, remedy) for one in sent.callbacks]
     remedy = "In a Spark Connect session rank 0 has it: let it hold no open resource."
     names = ("stop", "schedule", "validation", "checkpoint", "histograms")

@@ -64,15 +64,16 @@ class PreparedModel:
 
     def weigh_classes(self, table: tuple[float, ...]) -> None:
         """Set the weight of each class, which the rows of the data decide."""
-        options = replace(self.recipe.options, class_weights=table)
-        self.recipe = replace(self.recipe, options=options)
-        self.payload = pickled(self.recipe)
+        self._change(options=replace(self.recipe.options, class_weights=table))
 
     def read_by(self, trainer: TrainerSpec) -> None:
         """Call the model as the columns of ``trainer`` say, which the rows of the data decide."""
         if self.recipe.signature != trainer.signature:
-            self.recipe = replace(self.recipe, signature=trainer.signature)
-            self.payload = pickled(self.recipe)
+            self._change(signature=trainer.signature)
+
+    def _change(self, **fields: Any) -> None:
+        self.recipe = replace(self.recipe, **fields)
+        self.payload = pickled(self.recipe)
 
     def drop_module(self) -> None:
         """Free the memory of the module, once nothing more is tried on it."""
