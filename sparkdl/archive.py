@@ -92,9 +92,10 @@ def used(master: str | None) -> Iterator[None]:
     folder = Path(os.environ.get("SPARK_CONF_DIR") or spark_home() / "conf")
     files = {one.name for one in folder.iterdir()} if folder.is_dir() else set()
     known = {_DEFAULTS, _LOGGING} & files
-    if any(not name.endswith(".template") for name in files - known) or not _runs_here(
-        master or dict(pairs_in(folder / _DEFAULTS)).get("spark.master")
-    ):
+    master = master or dict(pairs_in(folder / _DEFAULTS)).get("spark.master", "local")
+    # in another cluster processes read the directory itself
+    runs_here = master.startswith(("local", "spark://"))
+    if not runs_here or any(not name.endswith(".template") for name in files - known):
         yield
         return
     java_options, arguments = options_with(path), ["pyspark-shell"]
@@ -132,11 +133,6 @@ def _launching(java_options: list[str], arguments: list[str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _runs_here(master: str | None) -> bool:
-    """Return whether a master runs tasks in this JVM, or in processes that read no directory of it."""
-    return master is None or master.startswith(("local", "spark://"))
 
 
 def pairs_in(defaults: Path) -> Iterator[tuple[str, str]]:

@@ -96,7 +96,10 @@ def diagnose(spark: SparkSession) -> Diagnosis:
     reasons: dict[str, str] = {}
     with _warnings() as records:
         tasks = None if is_connected(spark) else task_slots(spark.sparkContext)
-        data = _points(spark, ROWS * (tasks or 1))
+        data = spark.range(ROWS * (tasks or 1)).selectExpr(
+            "array(float(rand(1)), float(rand(2)), float(rand(3))) AS features",
+            "array(float(rand(4))) AS label",
+        )
         for engine in ENGINES:
             if engine == "shuffle" and is_connected(spark):
                 reasons[engine] = (
@@ -118,18 +121,11 @@ def _line(name: str, text: str, width: int = 12) -> str:
     return textwrap.fill(f"{name:<{width - 1}} {text}", 110, subsequent_indent=blank)
 
 
-def _points(spark: SparkSession, rows: int) -> DataFrame:
-    return spark.range(rows).selectExpr(
-        "array(float(rand(1)), float(rand(2)), float(rand(3))) AS features",
-        "float(rand(4)) AS label",
-    )
-
-
 def _trial_fit(data: DataFrame, engine: str, tasks: int | None) -> float:
     """Return the median milliseconds of an iteration."""
     trainer = Trainer(
         model=partial(nn.Linear, 3, 1),
-        loss=_mean_squares,
+        loss=nn.MSELoss(),
         optimizer=partial(torch.optim.SGD, lr=0.01),
         engine=engine,
         batch_size=max(32, 2 * (tasks or 1)),
@@ -140,10 +136,6 @@ def _trial_fit(data: DataFrame, engine: str, tasks: int | None) -> float:
     seconds = [row["seconds"] for row in trained.history]
     laps = [after - before for before, after in itertools.pairwise(seconds)]
     return 1000 * statistics.median(laps[-(ITERATIONS // 3) :])
-
-
-def _mean_squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return ((output.squeeze(-1) - target) ** 2).mean()
 
 
 def _session_facts(spark: SparkSession, tasks: int | None) -> Iterator[tuple[str, str]]:
