@@ -261,6 +261,8 @@ def loss_hint(
         )
         shape = f" Give the model an output of the label's shape.{classes}"
         return _classes_hint(output, targets[0]) or shape
+    if targets and any(word in str(error).lower() for word in ("size", "weight tensor")):
+        return " weight= and pos_weight= of a loss have a number for each output, or each class."
     if isinstance(error, (RuntimeError, IndexError, ValueError)):
         return label_hint(error, targets, labels)
     return ""

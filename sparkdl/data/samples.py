@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import pickle
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ from sparkdl.data.fields import (
 )
 from sparkdl.data.partition_writer import WrittenRows, join_partition
 from sparkdl.data.preview import Preview
-from sparkdl.data.ragged import Rows
+from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.records import Names, WriteRecords
 from sparkdl.data.row_errors import AS_ERRORS, BadRow, Handling
 from sparkdl.data.sampling import Draws, Sampling
@@ -93,6 +94,24 @@ class SampleSet:
         return (*self.fields[:end], *(self.fields[-1:] if self.weighted else ()))
 
 
+def check_sides(fields: Sequence[Field], rows: Sequence[Rows]) -> None:
+    """Raise DataError for columns that are as long as each other in every row, as tokens and their
+    labels, and padded on different sides."""
+    varying = [
+        (one, one.padding.side, values.lengths.tolist())
+        for one, values in zip(fields, rows, strict=True)
+        if one.padding is not None and isinstance(values, Ragged)
+    ]
+    for (one, side, lengths), (other, others, same) in itertools.combinations(varying, 2):
+        if side != others and lengths == same and len({*lengths}) > 1:
+            raise DataError(
+                f'"{one.name}" is padded on the {side} and "{other.name}" on the {others}, and both '
+                "are equally long in each row, so their elements would not be side by side: give both "
+                'the same padding_side=, as in columns={"labels": sparkdl.Sequence(padding=-100, '
+                'padding_side="left")}.'
+            )
+
+
 def fields_of_handles(handles: Sequence[SampleHandle]) -> tuple[Field, ...]:
     """Return the fields of the samples, at least one of which must be there."""
     return next(handle.fields for handle in handles if handle.num_rows)
@@ -117,6 +136,7 @@ def sample_set(
         check_total_weight(handles, len(fields) - 1, f'{noun} "{fields[-1].name}"')
     num_labels = len(fields) - num_features - weighted - sampled
     preview, more = rows
+    check_sides(fields, more)
     return SampleSet(
         *(rdd, tuple(handles), fields, num_features, preview, num_labels, weighted, more),
         columns={**(columns or {}), **adapted_specs(handles)},

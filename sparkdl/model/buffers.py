@@ -27,7 +27,8 @@ Rule: TypeAlias = str | Callable[[torch.Tensor], torch.Tensor]
 
 FIRST, MEAN, MIN, MAX, SUM = RULES = ("first", "mean", "min", "max", "sum")
 """FIRST: the value of the first replica that had rows. MEAN: the mean by the weight of the rows. MIN,
-MAX: of each element. SUM: the value before, and all that replicas have added to it."""
+MAX: of each element; of replicas that may be behind, with the newest value. SUM: the value before, and
+all that replicas have added to it."""
 
 ATTRIBUTE = "sparkdl_buffers"
 """The attribute with which a module says the rules of its buffers, by name or pattern."""
@@ -209,6 +210,8 @@ class TrainingOptions:
     """An outer optimizer is given the distance that local steps have moved the weights."""
     topology: str | None = None
     """Replicas have weights of their own, and average them over this topology."""
+    behind: bool = False
+    """Replicas may compute on an older version than the one that is updated."""
     buffers: Mapping[str, Rule] = field(default_factory=dict)
 
     @property

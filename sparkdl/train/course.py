@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,6 +71,8 @@ from sparkdl.train.result import FinishedFit, FitEnd, Rescue, result_maker
 from sparkdl.train.spec import TrainerSpec
 
 logger = logging.getLogger("sparkdl")
+REPEATED = 1e-3
+"""The relative difference of losses that rounding on another kind of processor may make."""
 
 
 def check_replay(trainer: TrainerSpec, replay: History | None) -> None:
@@ -165,6 +168,24 @@ def _problems_of_data(replay: History, plan: EpochPlan) -> Iterator[str]:
         )
 
 
+class RepeatedLosses(Callback):
+    """A warning, once, where a loss is not the one that the replayed history has."""
+
+    def __init__(self, replay: History) -> None:
+        self._losses = {record["iteration"]: record["loss"] for record in replay}
+
+    def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
+        there, here = self._losses.get(state.iteration, state.loss), state.loss
+        if not math.isclose(there, here, rel_tol=REPEATED) and there == there:
+            logger.warning(
+                "replay: the loss of iteration %d is %.6g, and the history has %.6g: decisions are "
+                "repeated, and the bits are not, since the data, the model, the optimizer or another "
+                "field of the trainer is not that of the recorded run.",
+                *(state.iteration, here, there),
+            )
+            self._losses = {}
+
+
 @contextlib.contextmanager
 def run_course(
     request: FitRequest,
@@ -240,6 +261,8 @@ def run_course(
     with asked as interrupt, kept, contextlib.closing(site.progress):
         own = [*trainer.callbacks, *added_callbacks(trainer.callbacks)]
         callbacks: list[Callback] = [rescue, *own, *site.watches, site.progress]
+        if request.replay is not None:
+            callbacks.append(RepeatedLosses(request.replay))
         config = LoopConfig(
             stop=looped.stop,
             options=trainer.options,

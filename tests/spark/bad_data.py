@@ -39,6 +39,12 @@ WAY_OUT = (
     'give columns={{"{}": sparkdl.Convert(function)}}, a function of its Python value.'
 ).format
 LABELLED = "features array<double>, label double"
+
+
+def letters(texts: list[str]) -> list[list[int]]:
+    return [[ord(letter) for letter in text] for text in texts]
+
+
 COLUMNS = [
     data_error(
         "missing column",
@@ -230,6 +236,20 @@ ROWS = [
         lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.rdd((([1.0], [2.0]), 1.0)))),
         "validation data: a sample has 2 inputs and 1 labels, in the training data 1 and 1.",
         jobs=6,
+    ),
+    data_error(
+        "labels on the other side of the tokens",
+        lambda fit: fit(
+            fit.frame("features string, label array<int>", ("ab", [1, 2]), ("a", [1])),
+            columns={
+                "features": sparkdl.Text(letters, padding_side="left"),
+                "label": sparkdl.Sequence(padding=-100),
+            },
+        ),
+        '"features" is padded on the left and "label" on the right, and both are equally long in each '
+        "row, so their elements would not be side by side: give both the same padding_side=, as in "
+        'columns={"labels": sparkdl.Sequence(padding=-100, padding_side="left")}.',
+        jobs=3,
     ),
     data_error(
         "a field of an RDD, of a DataFrame",

@@ -35,7 +35,7 @@ class Sequence(NumericSpec):
     """A specification of rows of varying length, which may be empty.
 
     The column is ``array<number>``, or ``array<array<number>>`` for (T, D). Rows are stored
-    unpadded; each mini-batch pads them at the end, to its longest row. ``Sequence(Sequence())`` reads
+    unpadded; each mini-batch pads them to its longest row. ``Sequence(Sequence())`` reads
     lists of lists that both vary in length, such as documents of sentences, as (T, L). In a fit on a
     DataFrame, ``Sequence()`` becomes that where the inner lists vary.
     """
@@ -56,6 +56,9 @@ class Sequence(NumericSpec):
     0 for padding. By keyword it is ``attention_mask`` beside ``input_ids``, else ``KEYWORD_mask``."""
     pad_to_max: bool = False
     """Always pad to ``max_length``, so that every mini-batch has the same shape."""
+    padding_side: str = "right"
+    """The side on which shorter rows are filled up, "left" or "right": that of the column with whose
+    elements these go together, such as the tokens that they label."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -71,6 +74,8 @@ class Sequence(NumericSpec):
                 problems.append(f"{name}={shown(getattr(self, name))}: give True or False.")
         if self.pad_to_max is True and self.max_length is None:
             problems.append("pad_to_max=True: give max_length, which it pads to.")
+        if self.padding_side not in ("left", "right"):
+            problems.append(f'padding_side={shown(self.padding_side)}: give "left" or "right".')
         if not isinstance(self.items, (Sequence, type(None))):
             problems.append(f"items is {kind_of(self.items)}: give a sparkdl.Sequence, or None.")
         elif self.items is not None and (self.items.lengths or self.items.mask):
@@ -115,6 +120,7 @@ class Sequence(NumericSpec):
             length=self.max_length if self.pad_to_max else None,
             lengths=self.lengths,
             mask=self.mask,
+            side=self.padding_side,
             items=None if self.items is None else self.items.rule,
         )
 

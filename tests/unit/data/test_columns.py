@@ -61,6 +61,7 @@ FUNCTION = "give a function of one value that returns a number or an array."
         (Sequence, {"padding": "0"}, "Sequence: padding='0': give a number."),
         (Sequence, {"lengths": 1}, "Sequence: lengths=1: give True or False."),
         (Sequence, {"pad_to_max": True}, f"Sequence: pad_to_max=True: {TO_MAX}"),
+        (Sequence, {"padding_side": 1}, 'Sequence: padding_side=1: give "left" or "right".'),
         (Sequence, {"items": 3}, "Sequence: items is an int: give a sparkdl.Sequence, or None."),
         (
             Sequence,
@@ -196,12 +197,13 @@ def test_the_json_of_saved_models() -> None:
             "lengths": True,
             "mask": False,
             "pad_to_max": False,
+            "padding_side": "left",
         },
         "text": {"kind": "convert", "function": f"{__name__}:count_letters"},
     }
     specs = {
         "photo": Image(size=(4, 3), mode="L", scale=None),
-        "words": Sequence(max_length=7, padding=-1, lengths=True),
+        "words": Sequence(max_length=7, padding=-1, lengths=True, padding_side="left"),
         "text": Convert(count_letters),
     }
     assert json.loads(json.dumps(specs_to_json(specs))) == written
