@@ -40,8 +40,13 @@ from sparkdl.train.prepare import build_model
 from sparkdl.usercode import accompanied
 
 RESULT = {
-    **{"rows": pa.int64(), "iterations": pa.int64(), "loss": pa.float64(), "seconds": pa.float64()},
-    **{"metrics": pa.map_(pa.string(), pa.float64()), "error": pa.string(), "weights": pa.binary()},
+    "rows": pa.int64(),
+    "iterations": pa.int64(),
+    "loss": pa.float64(),
+    "seconds": pa.float64(),
+    "metrics": pa.map_(pa.string(), pa.float64()),
+    "error": pa.string(),
+    "weights": pa.binary(),
 }
 """The columns of a group's result, after its keys."""
 

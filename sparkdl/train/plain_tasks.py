@@ -14,6 +14,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 
 from sparkdl.engines.resources import FitResources
+from sparkdl.errors import SparkdlError
 from sparkdl.gang.connect import in_tasks, slots_of
 from sparkdl.gang.slots import cpus_of
 from sparkdl.session import SessionFacts
@@ -75,7 +76,7 @@ def clean_nodes(session: Any, slab: SlabConfig, tasks: int) -> None:
     session.addTag(tag)
     timer.start()
     try:
-        with contextlib.suppress(PySparkException):
+        with contextlib.suppress(PySparkException, SparkdlError):
             in_tasks(session, functools.partial(_clean, slab), range(tasks))
     finally:
         timer.cancel()
