@@ -442,17 +442,18 @@ def submitted(
         task = LedTask(replace(fit, control=control.address), timeout=settings.timeout)
         try:
             with interruptible(ready=training.is_set) as interrupt, contextlib.closing(control):
-                told = trainer, ranks, settings, progress
-                follower = FollowedFit(control, *told, interrupt, training)
+                follower = FollowedFit(
+                    control, trainer, ranks, settings, progress, interrupt, training
+                )
                 with reading_explained():
-                    found = run_led(rows.frame, task, ranks, trainer.resource_profile, follower)
-                if not found:  # Spark runs no task for rows of which it knows that there are none
+                    result = run_led(rows.frame, task, ranks, trainer.resource_profile, follower)
+                if not result:  # Spark runs no task for rows of which it knows that there are none
                     raise DataError(NO_ROWS)
-                if STORED in found:
-                    found = pickle.loads(found[STORED]).fetch(session)
-                end: LedEnd = pickle.loads(found.pop(RESULT))
+                if STORED in result:
+                    result = pickle.loads(result[STORED]).fetch(session)
+                end: LedEnd = pickle.loads(result.pop(RESULT))
                 follower.ended(end.fit.state)
-            return replace(end, weights=found)
+            return replace(end, weights=result)
         except StateLostError as lost:
             if interrupt.asked:
                 raise KeyboardInterrupt from lost
