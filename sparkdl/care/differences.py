@@ -172,8 +172,7 @@ DIFFERENCES: dict[str, Difference] = {
         "forward."
     ),
     "a missing label": Difference(
-        '{place} The loss leaves such labels out; columns={{"{name}": sparkdl.Masked()}} says that '
-        "they are meant to be missing.",
+        "{place} The loss leaves such labels out; {spec} says that they are meant to be missing.",
         refuses=False,
     ),
     "a step's update": Difference(

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from sparkdl.data.fields import Field
+from sparkdl.data.row_errors import columns_with
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.errors import DataError, ModelError, counted
@@ -223,7 +224,7 @@ def missing_label_error(name: str, place: str) -> DataError:
     return DataError(
         f"{place} A loss that leaves out what is missing, such as sparkdl.MaskedLoss(loss), would get "
         'such rows, and the loss here does not; handle_invalid="skip" leaves them out, and '
-        f'columns={{"{name}": sparkdl.Masked()}} gives them to any loss.'
+        f"{columns_with(name, 'Masked()')} gives them to any loss."
     )
 
 

@@ -15,7 +15,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,10 +35,9 @@ from sparkdl.connect.news import (
     answering,
 )
 from sparkdl.connect.rows import ConnectedRows, PersistedSamples, WriteBoth, for_gang
-from sparkdl.data.equal_rows import RepeatedRows, SpreadRows, tell_of_shares
+from sparkdl.data.equal_rows import SPREAD, SpreadRows, tell_of_shares
 from sparkdl.data.fields import NO_ROWS, ReadOtherwise, SampleHandle, check_handles
-from sparkdl.data.preview import Preview
-from sparkdl.data.ragged import Rows
+from sparkdl.data.preview import Work
 from sparkdl.data.samples import SampleSet, sample_set
 from sparkdl.engines.gang.rank import frames_of
 from sparkdl.errors import CheckpointError, DataError, ParameterError, StateLostError
@@ -58,7 +57,7 @@ from sparkdl.spark.failures import end_of_session_explained, reading_explained
 from sparkdl.train.course import check_replay, run_course
 from sparkdl.train.engine_inputs import Site
 from sparkdl.train.fit import built
-from sparkdl.train.placed_samples import check_validation, read_again
+from sparkdl.train.placed_samples import OnPart, check_validation, read_again
 from sparkdl.train.plain_tasks import clean_nodes
 from sparkdl.train.preflight import check_mesh, check_sizes
 from sparkdl.train.prepare import PreparedModel, prepare, travelling
@@ -185,31 +184,15 @@ class LedFit:
     def _samples(
         self, gang: LedGang, handles: list[SampleHandle], part: int, sampled: bool = False
     ) -> SampleSet:
-        repeated = RepeatedRows.of(handles)
-        if repeated is not None:
-            one_of_each = repeated.preview()
-            read = gang.call(_ReadPreview(one_of_each, part), "spreading equal rows")
-            task = repeated.spread(self.slab, [read[partition] for partition in one_of_each.rows])
-            handles = gang.call(_SpreadPart(task, part), "spreading equal rows")
-        preview = Preview.of(handles)
-        read = gang.call(_ReadPreview(preview, part), "looking at the first samples")
-        rows = preview.join([read[partition] for partition in preview.rows])
-        weighted = self.weighted
-        return sample_set(None, handles, self.num_features, weighted, rows, sampled=sampled)
+        def run(doing: str, work: Work, partitions: Sequence[int]) -> list[Any]:
+            found = gang.call(OnPart(work, part), doing)
+            return [found[partition] for partition in partitions]
 
-
-@dataclass(frozen=True)
-class _ReadPreview:
-    """The command that reads a rank's rows of a preview, of the training (0) or the validation (1)."""
-
-    preview: Preview
-    part: int
-
-    def __call__(self, member: RankContext) -> list[Rows] | None:
-        if member.rank not in self.preview.rows:
-            return None
-        handle = pickle.loads(frames_of(member.frames)[self.part])
-        return self.preview.read(member.rank, handle)
+        spread = SpreadRows.of(self.slab, handles, run)
+        if spread is not None:
+            handles = gang.call(_SpreadPart(spread, part), SPREAD)
+        columns = self.num_features, self.weighted
+        return sample_set(None, handles, run, *columns, sampled=sampled)
 
 
 @dataclass(frozen=True)

@@ -45,22 +45,6 @@ Commit = tuple[Turn, ...]
 """The turns whose gradients make one optimizer step, in the order of the groups."""
 
 
-class TurnRule(Protocol):
-    """A rule for the turns of an iteration."""
-
-    version: int
-    """The newest version."""
-
-    def begin(self) -> list[Turn]:
-        """Begin all turns that may begin now, and return them."""
-
-    def arrive(self, groups: Iterable[int]) -> None:
-        """Note that the gradients of groups are there, in the order in which they came."""
-
-    def due(self, most: int) -> list[Commit]:
-        """Return commits that are to be made now, at most ``most``, and count them as made."""
-
-
 class LiveTurns:
     """The turns of a run that is not repeated.
 
@@ -97,7 +81,7 @@ class LiveTurns:
             self.clocks[turn.group] = turn.clock + 1
 
     def begin(self) -> list[Turn]:
-        """See :class:`TurnRule`, also for the methods below."""
+        """Begin all turns that may begin now, and return them."""
         idle = [group for group in range(len(self.clocks)) if group not in self._begun]
         if self._staleness is not None:
             most = min(self.clocks) + self._staleness
@@ -107,9 +91,11 @@ class LiveTurns:
         return made
 
     def arrive(self, groups: Iterable[int]) -> None:
+        """Note that the gradients of groups are there, in the order in which they came."""
         self._arrived += [self._begun[group] for group in groups]
 
     def due(self, most: int) -> list[Commit]:
+        """Return commits that are to be made now, at most ``most``, and count them as made."""
         due: list[Commit] = []
         while len(self._arrived) >= self._quorum and len(due) < most:
             first, self._arrived = self._arrived[: self._quorum], self._arrived[self._quorum :]
@@ -145,7 +131,7 @@ class RecordedTurns:
         self._waiting += [turn for commit in commits for turn in commit]
 
     def begin(self) -> list[Turn]:
-        """See :class:`TurnRule`, also for the methods below."""
+        """See :class:`LiveTurns`, also for the methods below."""
         made: list[Turn] = []
         earlier: set[int] = set()
         for turn in self._waiting:
@@ -191,7 +177,7 @@ class Workplace(Protocol):
         """Make one version after another."""
 
 
-def make_commits(turns: TurnRule, place: Workplace, count: int) -> list[Commit]:
+def make_commits(turns: LiveTurns | RecordedTurns, place: Workplace, count: int) -> list[Commit]:
     """Compute and apply until there are ``count`` commits, and return them in order."""
     made: list[Commit] = []
     while len(made) < count:
@@ -460,9 +446,7 @@ class GroupTurns:
         if not self._started:
             live.start(index)
         self._started = True
-        rule: TurnRule = live
-        if iteration.decisions is not None:
-            rule = self._repeat(iteration)
+        rule = live if iteration.decisions is None else self._repeat(iteration)
         clocks = list(live.clocks)
         try:
             made = make_commits(rule, place, self.groups // quorum)

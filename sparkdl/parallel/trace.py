@@ -22,11 +22,10 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx, nn
-from torch.fx.node import map_aggregate, map_arg
+from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from sparkdl.errors import ModelError, nearest
@@ -127,7 +126,7 @@ Items = list[tuple[str, nn.Module]]
 MODEL = "model"
 _CONSTANTS = (int, float, str, torch.device, torch.dtype, type(None))
 _MAKERS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
-"""Functions of torch that take sizes, and no tensor."""
+"""Functions of torch that take sizes, and no tensor; they are recorded if one is a proxy."""
 
 
 def trace_stages(module: nn.Module, split: Sequence[str], inputs: Sequence[torch.Tensor]) -> Items:
@@ -167,8 +166,7 @@ def _pieces(module: nn.Module, opened: set[str], inputs: Sequence[torch.Tensor])
             for mode, rows in ((False, inputs), (True, twice)):
                 set_modes([(child, own and mode) for child, own in modes])
                 tracers.append(_Tracer(opened, tuple(rows)))
-                with _recording_sizes():
-                    tracers[-1].graph = tracers[-1].trace(_Whole(module, len(inputs)))
+                tracers[-1].graph = tracers[-1].trace(_Whole(module, len(inputs)))
     except Exception as error:
         raise ModelError(
             f'strategy="pipeline" cuts a model between the modules that its forward calls, and cannot '
@@ -254,7 +252,8 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, opened: set[str], inputs: tuple[torch.Tensor, ...]) -> None:
-        super().__init__()
+        super().__init__(autowrap_functions=tuple(getattr(torch, name) for name in _MAKERS))
+        self._autowrap_search.append(torch)
         self._opened, self._inputs = opened, inputs
         self.values: dict[fx.Node, Any] = {}
         self._busy = False
@@ -298,27 +297,6 @@ class _Tracer(fx.Tracer):
     def _tensor(self, target: str) -> Any:
         path, _, name = target.rpartition(".")
         return getattr(self.root.get_submodule(path), name)
-
-
-@contextlib.contextmanager
-def _recording_sizes() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for name in _MAKERS:
-            stack.enter_context(patch.object(torch, name, _recording(getattr(torch, name))))
-        yield
-
-
-def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, which is recorded if its arguments contain proxies, such as sizes."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        found: list[fx.Proxy] = []
-        map_aggregate((args, kwargs), lambda a: found.append(a) if isinstance(a, fx.Proxy) else a)
-        if not found:
-            return function(*args, **kwargs)
-        return found[0].tracer.create_proxy("call_function", function, args, kwargs)
-
-    return called
 
 
 def _text(graph: fx.Graph) -> str:

@@ -59,23 +59,6 @@ COLUMNS = [
         "To train without a label, set label=None.",
     ),
     data_error(
-        "several at once",
-        lambda fit: fit(fit.good(), features=["featres", "n", "s"], label="labels"),
-        '3 problems:\n  - feature column "featres" is missing. Did you mean "features"? The '
-        'DataFrame has: features, label, n, s.\n  - feature column "s" is of type string: '
-        "tokenize text with columns={...: sparkdl.Text(tokenizer)}, number categories with "
-        "pyspark.ml.feature.StringIndexer, or cast it if "
-        'it holds numbers.\n  - label column "labels" is missing. Did you mean "label"? The '
-        "DataFrame has: features, label, n, s. To train without a label, set label=None.",
-    ),
-    data_error(
-        "string column",
-        lambda fit: fit(fit.good(), features="s"),
-        'feature column "s" is of type string: tokenize text with columns={...: '
-        "sparkdl.Text(tokenizer)}, number categories with pyspark.ml.feature.StringIndexer, or cast "
-        "it if it holds numbers.",
-    ),
-    data_error(
         "timestamp column",
         lambda fit: fit(fit.good().withColumn("label", functions.current_timestamp())),
         'label column "label" is of type timestamp, which cannot become a tensor: use numbers, '
@@ -227,8 +210,8 @@ ROWS = [
         lambda fit: fit(
             fit.good(), validation=sparkdl.Validation(fit.features("array<double>", [1.0]))
         ),
-        'validation data: "features" is float32[1], in the training data float32[2]: declare '
-        'columns={"features": sparkdl.Sequence()} if lengths vary, or give both alike.',
+        'validation data: "features" is float32[1], in the training data float32[2]: give both alike. '
+        'Rows of varying length are padded with columns={"features": sparkdl.Sequence()}.',
         jobs=6,
     ),
     data_error(

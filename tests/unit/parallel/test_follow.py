@@ -118,6 +118,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...], list[
         (torch.rand(4, WIDTH),),
         ["again", "first", "second"],
     ),
+    "as many zeros as rows": (
+        lambda: Called(lambda m, x: m.second(m.first(x) + torch.zeros(x.shape[0], WIDTH))),
+        (torch.rand(4, WIDTH),),
+        ["first", "second"],
+    ),
     "several out": (
         lambda: Called(lambda m, x: (m.first(x), m.second(x).argmax(1))),
         (torch.rand(4, WIDTH),),
