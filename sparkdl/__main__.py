@@ -36,9 +36,9 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None, program: str = "python -m sparkdl") -> None:
     """Print the report, or what a session can train with, or make the archive of Java's classes."""
-    parser = argparse.ArgumentParser(prog="python -m sparkdl")
+    parser = argparse.ArgumentParser(prog=program)
     commands = parser.add_subparsers(dest="command")
     about = "start a session, and say which engines can train in it and how fast"
     command = commands.add_parser("session", help=about, description=about)

@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import re
+import shutil
 import sys
 import warnings
 from collections.abc import Mapping
@@ -65,7 +66,8 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
             underscore stands for a dot, so ``spark_driver_memory="4g"`` works, too.
 
     Raises:
-        SessionError: ``master`` is not a Spark master, or this process uses Spark Connect.
+        SessionError: ``master`` is not a Spark master, this process uses Spark Connect, or there is no
+            Java that starts.
     """
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
@@ -159,14 +161,30 @@ def _launched(given: dict[str, str], master: str | None) -> SparkConf:
     Java's classes if there is one.
     """
     from pyspark import SparkConf, SparkContext
+    from pyspark.errors import PySparkRuntimeError
 
     launch = SparkConf()
     for key, value in given.items():
         launch.set(key, value)
     starts = SparkContext._gateway is None
-    with archive.used(master or given.get("spark.master")) if starts else contextlib.nullcontext():
-        SparkContext._ensure_initialized(conf=launch)
+    used = archive.used(master or given.get("spark.master")) if starts else contextlib.nullcontext()
+    try:
+        with used:
+            SparkContext._ensure_initialized(conf=launch)
+    except PySparkRuntimeError:
+        raise SessionError(_why_no_jvm()) from None
     return SparkConf()
+
+
+def _why_no_jvm() -> str:
+    program = archive.java()
+    if program is None or shutil.which(program) is None:
+        place = "" if program is None else f" at {program}"
+        return f"there is no Java{place}: install Java 17 or newer, on PATH or in JAVA_HOME."
+    return (
+        "Spark's JVM did not start, for the reason that it printed above. The Java is "
+        f"{program}, and Spark 4 needs 17 or newer."
+    )
 
 
 def is_connected(thing: Any) -> bool:

@@ -103,9 +103,8 @@ def parse(
             options[key] = True
             continue
         if key == name or not (equals or (words and not words[0].startswith("--"))):
-            raise ParameterError(
-                f"{name}: give --KEY VALUE; sparkdl {command} --help lists all keys."
-            )
+            form = f"--config {name}" if name.endswith(_YAML) else "--KEY VALUE"
+            raise ParameterError(f"{name}: give {form}; sparkdl {command} --help lists all keys.")
         text = text if equals else words.pop(0)
         if key in options:
             options[key] = text

@@ -88,7 +88,7 @@ def _run(arguments: list[str], lines: dict[str, str]) -> None:
             f'unknown command "{name}".{nearest(name, COMMANDS)} Known: {", ".join(COMMANDS)}.'
         )
     elif name in ("archive", "report", "session"):
-        __main__.main(arguments)
+        __main__.main(arguments, "sparkdl")
     elif {"-h", "--help"} & {*rest}:
         _print_help(name)
     elif name == "conf":

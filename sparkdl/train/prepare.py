@@ -252,9 +252,10 @@ def build_model(payload: bytes, reported: bool = False) -> nn.Module:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(
-            f"model(), which is called without arguments, raised {type(error).__name__}: {error}"
-        ) from error
+        said = f"model(), which is called without arguments, raised {type(error).__name__}: {error}"
+        if "CUDA" in said or "NVIDIA" in said:
+            said += ". Name no device in it: each task moves the model to its GPU, if it has one."
+        raise ModelError(said) from error
 
 
 def plan_optimizer(

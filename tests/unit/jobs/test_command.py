@@ -43,8 +43,9 @@ BEFORE_TORCH: dict[str, tuple[list[str], str]] = {
     "no file": (["train"], "missing: data.train, model, optimizer. Give --config FILE"),
     "no key": (
         ["train", "a.yaml"],
-        "a.yaml: give --KEY VALUE; sparkdl train --help lists all keys",
+        "a.yaml: give --config a.yaml; sparkdl train --help lists all keys",
     ),
+    "no key for a word": (["train", "5"], "5: give --KEY VALUE; "),
     "no value": (["train", "--config"], "--config: give --KEY VALUE; "),
     "no value before a flag": ([*FILE, "--name", "--dry-run"], "--name: give --KEY VALUE; "),
     "missing file": (
