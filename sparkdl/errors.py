@@ -16,6 +16,7 @@ import itertools
 import os
 import re
 import reprlib
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,9 +35,11 @@ NEEDS_SPARK_4 = (
 
 _NOT_THE_USERS = re.compile(
     "|".join(map(re.escape, (os.path.dirname(__file__), sysconfig.get_path("stdlib"))))
-    + r"|<string>|<frozen |.*[/\\](site-packages|dist-packages|pyspark)[/\\]"
+    + r"|<string>|<frozen |.*[/\\](site-packages|dist-packages)[/\\]"
 )
-"""Matches files whose code is not the user's: of this package, of Python, and of libraries."""
+"""Matches files whose code is not the user's: of this package, of Python, and of what pip installs."""
+_LIBRARIES = ("torch", "pyspark", "py4j")
+"""Libraries that may lie elsewhere: in Spark's own folder, where a ``.pth`` or PYTHONPATH leads."""
 
 
 class SparkdlError(Exception):
@@ -60,7 +63,13 @@ def frames_of_user(error: BaseException) -> str:
 
 def _keep_frames_of_user(told: traceback.TracebackException) -> bool:
     """Remove all other frames, and causes that have none left; return whether any frame is left."""
-    own = [frame for frame in told.stack if not _NOT_THE_USERS.match(frame.filename)]
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
+    homes = tuple(os.path.join(os.path.dirname(file), "") for file in files if file)
+    own = [
+        frame
+        for frame in told.stack
+        if not (_NOT_THE_USERS.match(frame.filename) or frame.filename.startswith(homes))
+    ]
     told.stack = traceback.StackSummary.from_list(own)
     if told.__cause__ is not None and not _keep_frames_of_user(told.__cause__):
         told.__cause__ = None
@@ -125,13 +134,14 @@ class SlabFullError(TrainingError, OSError):
     """No slab directory of this node has room, or the directory cannot be created."""
 
 
-def optional_library(name: str, what: str, extra: str) -> Any:
-    """Return the module called ``name``, which ``what`` needs; pip installs it under the same name."""
+def optional_library(name: str, what: str, extra: str, package: str = "") -> Any:
+    """Return the module called ``name``, which ``what`` needs; pip may know it as ``package``."""
     try:
         return importlib.import_module(name)
     except ImportError:
         raise ParameterError(
-            f'{what} needs a library that is not installed: pip install {name} (the extra "{extra}").'
+            f"{what} needs a library that is not installed: pip install {package or name} (the extra "
+            f'"{extra}").'
         ) from None
 
 
@@ -289,6 +299,14 @@ _MEANT = (
     ("weight={}", "sampleweight weightcol"),
     ("checkpoint=sparkdl.Checkpoint({})", "checkpointdir checkpointpath ckptpath"),
     ("seed={}", "randomstate randomseed"),
+    (
+        "replicas=2 for two GPUs: each task takes the one that Spark assigned to it, else the CPU",
+        "device devices accelerator gpu gpus numgpus usegpu",
+    ),
+    (
+        "columns={{...}}, how a column becomes a tensor, or augment=, a function of a sample",
+        "collate collatefn transform transforms preprocess",
+    ),
 )
 """The arguments that names of other libraries, without case and underscores, mean; a row counts where a
 class has its argument."""

@@ -7,9 +7,11 @@ import functools
 import logging
 import os
 import re
+import shutil
 import sys
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdl import archive
@@ -64,7 +66,8 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
             underscore stands for a dot, so ``spark_driver_memory="4g"`` works, too.
 
     Raises:
-        SessionError: ``master`` is not a Spark master, or this process uses Spark Connect.
+        SessionError: ``master`` is not a Spark master, this process uses Spark Connect, or there is no
+            Java that starts.
     """
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
@@ -93,6 +96,8 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
         else str(value)
         for key, value in plain(settings).items()
     }
+    # With pandas 3, Spark warns at each of its functions; docs/versions.md says what is tested.
+    warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
     conf = _launched(given, master)
     python = given.get("spark.pyspark.python") or conf.get("spark.pyspark.python")
     os.environ.setdefault("PYSPARK_PYTHON", python or sys.executable)
@@ -156,14 +161,30 @@ def _launched(given: dict[str, str], master: str | None) -> SparkConf:
     Java's classes if there is one.
     """
     from pyspark import SparkConf, SparkContext
+    from pyspark.errors import PySparkRuntimeError
 
     launch = SparkConf()
     for key, value in given.items():
         launch.set(key, value)
     starts = SparkContext._gateway is None
-    with archive.used(master or given.get("spark.master")) if starts else contextlib.nullcontext():
-        SparkContext._ensure_initialized(conf=launch)
+    used = archive.used(master or given.get("spark.master")) if starts else contextlib.nullcontext()
+    try:
+        with used:
+            SparkContext._ensure_initialized(conf=launch)
+    except PySparkRuntimeError:
+        raise SessionError(_why_no_jvm()) from None
     return SparkConf()
+
+
+def _why_no_jvm() -> str:
+    program = archive.java()
+    if program is None or shutil.which(program) is None:
+        place = "" if program is None else f" at {program}"
+        return f"there is no Java{place}: install Java 17 or newer, on PATH or in JAVA_HOME."
+    return (
+        "Spark's JVM did not start, for the reason that it printed above. The Java is "
+        f"{program}, and Spark 4 needs 17 or newer."
+    )
 
 
 def is_connected(thing: Any) -> bool:
@@ -237,26 +258,34 @@ class SessionFacts:
 
     session: Any  # None: of an RDD, in a thread without one
     context: Any  # the SparkContext; None: Spark Connect
+    changes: Mapping[str, Any] = field(default_factory=dict)  # settings that are other ones here
 
     @staticmethod
-    def of(data: Any, method: str) -> SessionFacts:
+    def of(data: Any, method: str, **changes: Any) -> SessionFacts:
         """Return the facts of the session of ``data``, which ``method`` takes.
 
         Raises what :func:`connected_session_of` and :func:`context_of` raise.
         """
         if is_connected(data):
-            return SessionFacts(connected_session_of(data, method), None)
+            return SessionFacts(connected_session_of(data, method), None, changes)
         context = context_of(data)
         tell_what_costs_speed(context)
         from pyspark.sql import DataFrame, SparkSession
 
         session = data.sparkSession if isinstance(data, DataFrame) else None
-        return SessionFacts(session or SparkSession.getActiveSession(), context)
+        return SessionFacts(session or SparkSession.getActiveSession(), context, changes)
 
     @functools.cached_property
     def settings(self) -> Settings:
         """The checked ``spark.sparkdl.*`` settings. Raises what :func:`settings_of` raises."""
-        return settings_of(self.context, self.session)
+        return replace(settings_of(self.context, self.session), **self.changes)
+
+    @property
+    def application(self) -> str:
+        """The id of the application, or of the session of Spark Connect."""
+        if self.context is None:
+            return f"connect-{self.session.session_id}"
+        return str(self.context.applicationId)
 
     def check_beside(self, data: Any) -> None:
         """Raise DataError or SessionError unless other data is of a session of the same kind."""

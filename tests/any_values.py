@@ -70,7 +70,7 @@ SPECS = st.sampled_from(
         Image(),
         Sequence(),
         Sequence(max_length=2, lengths=True),
-        Sequence(mask=True),
+        Sequence(mask=True, padding_side="left"),
         Masked(),
         Sequence(Sequence()),
         Text(lambda texts: [[len(text)] for text in texts]),

@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,9 +17,8 @@ import numpy as np
 from pyspark import SparkConf
 
 from sparkdl.data.partition_reader import open_partition
-from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.samples import SampleSet, Source, _sample_set
+from sparkdl.data.samples import SampleSet, Source, _run_here, _sample_set
 from sparkdl.session import SessionFacts
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train import fit as fit_module
@@ -76,7 +76,7 @@ class Partitions:
         """A context that runs a job here."""
 
         def run(rdd: Partitions, task: Any) -> list[Any]:
-            return [result for frame in rdd.frames for result in task([frame])]
+            return [task.work(m, pickle.loads(frame)) for m, frame in enumerate(rdd.frames)]
 
         return SimpleNamespace(
             runJob=run, getLocalProperty=lambda key: None, setLocalProperty=lambda key, value: None
@@ -92,7 +92,11 @@ def without_spark() -> Iterator[None]:
     """In the block ``Trainer.fit`` takes :class:`Parts`, on the local engine or that of a gang."""
     context = NoCluster()
     with (
-        mock.patch.object(SessionFacts, "of", side_effect=lambda *_: SessionFacts(None, context)),
+        mock.patch.object(
+            SessionFacts,
+            "of",
+            side_effect=lambda *_, **changes: SessionFacts(None, context, changes),
+        ),
         mock.patch.object(SessionFacts, "check_beside"),
         mock.patch.object(fit_module, "warming_up"),
         mock.patch.object(placing_module, "materialize_here", _handed_over),
@@ -107,10 +111,8 @@ def _handed_over(source: Source) -> SampleSet:
     task = source.records_task
     frames = [next(task(m, part)) for m, part in enumerate(parts.records)]
     handles = [pickle.loads(frame) for frame in frames]
-    preview = Preview.of(handles)
-    first = [preview.read(m, handles[m]) for m in preview.rows]
     rdd: Any = Partitions(frames, source.slab)
-    samples = _sample_set(source, rdd, handles, preview.join(first))
+    samples = _sample_set(source, rdd, handles, partial(_run_here, handles))
     parts.num_features, parts.num_labels = samples.num_features, samples.num_labels
     parts.rows = [
         [

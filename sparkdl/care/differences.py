@@ -172,8 +172,8 @@ DIFFERENCES: dict[str, Difference] = {
         "forward."
     ),
     "a missing label": Difference(
-        '{place} The loss leaves such labels out; columns={{"{name}": sparkdl.Masked()}} says that '
-        "they are meant to be missing.",
+        "the loss leaves missing labels out, of which this is the first: {place} If they are meant "
+        "to be missing, {spec} says so.",
         refuses=False,
     ),
     "a step's update": Difference(

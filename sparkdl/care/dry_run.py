@@ -38,6 +38,7 @@ from sparkdl.care.hints import check_labels, missing_label_error, missing_labels
 from sparkdl.data.batches import Batch, BatchSpec, input_fields, preview_batch
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.ragged import Rows
+from sparkdl.data.row_errors import columns_with
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.model.buffers import (
@@ -133,7 +134,7 @@ class DryRun:
         if not masked and first is not None:
             raise missing_label_error(*first)
         if first is not None and ClassLoss.of(inner(recipe.loss)) is not None:  # not meant to mask
-            tell("a missing label", name=first[0], place=first[1])
+            tell("a missing label", place=first[1], spec=columns_with(first[0], "Masked()"))
         if rows is not None:
             rows.keep_buffers()
             rows.attributes.check(run)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from sparkdl.consistency.base import MOST, Consistency, largest_staleness, problems_of_delay
+from sparkdl.consistency.base import DELAY, MOST, Consistency, conflicts, largest_staleness
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.errors import ParameterError, counted, known_arguments, shown
 from sparkdl.plain import is_whole, make_plain
@@ -43,22 +43,6 @@ class Turn:
 
 Commit = tuple[Turn, ...]
 """The turns whose gradients make one optimizer step, in the order of the groups."""
-
-
-class TurnRule(Protocol):
-    """A rule for the turns of an iteration."""
-
-    version: int
-    """The newest version."""
-
-    def begin(self) -> list[Turn]:
-        """Begin all turns that may begin now, and return them."""
-
-    def arrive(self, groups: Iterable[int]) -> None:
-        """Note that the gradients of groups are there, in the order in which they came."""
-
-    def due(self, most: int) -> list[Commit]:
-        """Return commits that are to be made now, at most ``most``, and count them as made."""
 
 
 class LiveTurns:
@@ -97,7 +81,7 @@ class LiveTurns:
             self.clocks[turn.group] = turn.clock + 1
 
     def begin(self) -> list[Turn]:
-        """See :class:`TurnRule`, also for the methods below."""
+        """Begin all turns that may begin now, and return them."""
         idle = [group for group in range(len(self.clocks)) if group not in self._begun]
         if self._staleness is not None:
             most = min(self.clocks) + self._staleness
@@ -107,9 +91,11 @@ class LiveTurns:
         return made
 
     def arrive(self, groups: Iterable[int]) -> None:
+        """Note that the gradients of groups are there, in the order in which they came."""
         self._arrived += [self._begun[group] for group in groups]
 
     def due(self, most: int) -> list[Commit]:
+        """Return commits that are to be made now, at most ``most``, and count them as made."""
         due: list[Commit] = []
         while len(self._arrived) >= self._quorum and len(due) < most:
             first, self._arrived = self._arrived[: self._quorum], self._arrived[self._quorum :]
@@ -145,7 +131,7 @@ class RecordedTurns:
         self._waiting += [turn for commit in commits for turn in commit]
 
     def begin(self) -> list[Turn]:
-        """See :class:`TurnRule`, also for the methods below."""
+        """See :class:`LiveTurns`, also for the methods below."""
         made: list[Turn] = []
         earlier: set[int] = set()
         for turn in self._waiting:
@@ -191,7 +177,7 @@ class Workplace(Protocol):
         """Make one version after another."""
 
 
-def make_commits(turns: TurnRule, place: Workplace, count: int) -> list[Commit]:
+def make_commits(turns: LiveTurns | RecordedTurns, place: Workplace, count: int) -> list[Commit]:
     """Compute and apply until there are ``count`` commits, and return them in order."""
     made: list[Commit] = []
     while len(made) < count:
@@ -225,28 +211,24 @@ def recorded_commits(made: Sequence[Commit], version: int, index: int) -> Decisi
 def commits_of(decisions: Decisions) -> list[tuple[int, int, int]]:
     """Return for each recorded turn its group, its staleness, and its clock less the iteration's
     index, in the order of the commits."""
-    found = []
-    for number in _in_order(decisions):
-        rest, group = divmod(number % _ENDS, MOST_GROUPS)
-        offset, behind = divmod(rest, _VERSIONS)
-        found.append((group, behind, offset - _OFFSET))
-    return found
+    return [turn for turn, _ in _turns_of(decisions)]
 
 
 def quorum_of(decisions: Decisions) -> int:
     """Return the number of recorded turns in the first commit; 0 without any."""
-    last = [number >= _ENDS for number in _in_order(decisions)]
-    return last.index(True) + 1 if any(last) else 0
+    return next((n for n, (_, last) in enumerate(_turns_of(decisions), 1) if last), 0)
 
 
-def _in_order(decisions: Decisions) -> list[int]:
-    """Return the records of turns, in the order of the commits."""
-    named = {
-        int(name.removeprefix(COMMITS)): number - 1
-        for name, number in decisions.items()
-        if name.startswith(COMMITS)
-    }
-    return [number for _, number in sorted(named.items())]
+def _turns_of(decisions: Decisions) -> list[tuple[tuple[int, int, int], int]]:
+    """Return the recorded turns in the order of the commits, each with 1 if it is the last of one."""
+    names = [name for name in decisions if name.startswith(COMMITS)]
+    found = []
+    for name in sorted(names, key=lambda name: int(name.removeprefix(COMMITS))):
+        last, rest = divmod(decisions[name] - 1, _ENDS)
+        rest, group = divmod(rest, MOST_GROUPS)
+        offset, behind = divmod(rest, _VERSIONS)
+        found.append(((group, behind, offset - _OFFSET), last))
+    return found
 
 
 def repeated_commits(
@@ -370,36 +352,27 @@ class Asynchronous(Consistency):
 
     def problems_with(self, trainer: Any) -> Iterator[str]:
         what = "consistency=Asynchronous"
-        if trainer.engine == "gang":
-            yield (
-                f'{what} with engine="gang": its ranks sum gradients at every step, and wait for one '
-                'another. Use engine="shuffle".'
-            )
-        yield from problems_of_delay(what, trainer)
-        if trainer.precision == "fp16":
-            yield (
-                f'{what} with precision="fp16": the loss scale is one for all gradients of an '
-                'iteration. Use precision="bf16".'
-            )
-        if trainer.ema is not None:
-            yield (
-                f"{what} with ema={shown(trainer.ema)}: its decay is one for steps with all gradients. "
-                "Leave one of the two out."
-            )
-        if trainer.histograms is not None:
-            yield (
-                f"{what} with histograms: there is no gradient of an iteration. Leave one of the two "
-                "out."
-            )
-        if trainer.clip_norm is not None and trainer.slices != 1:
-            yield (
-                f"{what} with clip_norm={shown(trainer.clip_norm)}: slices would wait for one another "
-                "in each step. Use slices=1, or clip_value."
-            )
+        yield from conflicts(what, trainer, _REASONS)
+        if trainer.slices != 1:
+            yield from conflicts(what, trainer, _SEVERAL_SLICES)
         if isinstance(trainer.replicas, int):
             problem = self._problem_of_groups(trainer.replicas)
             if problem:
                 yield problem
+
+
+_REASONS = {
+    "engine=gang": "its ranks sum gradients at every step, and wait for one another. Use "
+    'engine="shuffle".',
+    **DELAY,
+    "precision=fp16": "the loss scale is one for all gradients of an iteration. Use "
+    'precision="bf16".',
+    "ema": "its decay is one for steps with all gradients. Leave one of the two out.",
+    "histograms": "there is no gradient of an iteration. Leave one of the two out.",
+}
+_SEVERAL_SLICES = {
+    "clip_norm": "slices would wait for one another in each step. Use slices=1, or clip_value."
+}
 
 
 class GroupTurns:
@@ -469,9 +442,7 @@ class GroupTurns:
         if not self._started:
             live.start(index)
         self._started = True
-        rule: TurnRule = live
-        if iteration.decisions is not None:
-            rule = self._repeat(iteration)
+        rule = live if iteration.decisions is None else self._repeat(iteration)
         clocks = list(live.clocks)
         try:
             made = make_commits(rule, place, self.groups // quorum)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, TypeVar
 
-from sparkdl.errors import ParameterError, shown
+from sparkdl.errors import ParameterError, in_quotes, shown
 from sparkdl.plain import is_number
 from sparkdl.replica.iteration import (
     INNER_STEPS,
@@ -111,34 +111,35 @@ class Consistency:
 
         By default those of a model that computes on older versions.
         """
-        if self.keep == 1:
-            return
-        what = (
-            f"consistency={shown(self)}"
-            if is_dataclass(self)
-            else f"consistency={type(self).__name__}"
-        )
-        if trainer.engine == "gang":
-            yield (
-                f'{what} with engine="gang": its ranks have one version of the weights, which each '
-                'update overwrites. Use engine="shuffle".'
-            )
-        yield from problems_of_delay(what, trainer)
+        if self.keep > 1:
+            what = f"consistency={shown(self) if is_dataclass(self) else type(self).__name__}"
+            yield from conflicts(what, trainer, {**_ONE_VERSION, **DELAY})
 
 
-def problems_of_delay(what: str, trainer: Any) -> Iterator[str]:
-    """Yield the problems of applying gradients to newer weights with fields of ``trainer``."""
-    if trainer.local_steps != 1:
-        yield (
-            f"{what} with local_steps={shown(trainer.local_steps)}: after local steps the optimizer "
-            "state is replaced by the replicas' mean, which would undo the steps in between. "
-            "Leave one of the two out."
-        )
-    if trainer.compression is not None:
-        yield (
-            f"{what} with compression: it delays parts of the gradients too, and no bound on "
-            "their age would hold. Leave one of the two out."
-        )
+_ONE_VERSION = {
+    "engine=gang": "its ranks have one version of the weights, which each update overwrites. Use "
+    'engine="shuffle".'
+}
+DELAY = {
+    "local_steps": "after local steps the optimizer state is replaced by the replicas' mean, which "
+    "would undo the steps in between. Leave one of the two out.",
+    "compression": "it delays parts of the gradients too, and no bound on their age would hold. "
+    "Leave one of the two out.",
+}
+"""The fields that do not go with gradients that are applied to newer weights."""
+
+
+def conflicts(what: str, trainer: Any, reasons: Mapping[str, str]) -> Iterator[str]:
+    """Yield why fields of ``trainer`` do not go with ``what``.
+
+    A reason is for a field that is not its default, or for one value: ``"engine=gang"``.
+    """
+    for key, why in reasons.items():
+        name, _, wrong = key.partition("=")
+        value, default = getattr(trainer, name), type(trainer).__dataclass_fields__[name].default
+        if value == wrong if wrong else value != default:
+            text = f"={in_quotes(value)}" if isinstance(value, (int, float, str)) else ""
+            yield f"{what} with {name}{text}: {why}"
 
 
 def next_update(model: Consistency, readable: range, repeated: Decisions | None) -> Update:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.consistency.base import FEWEST_PARTS, Consistency, share_problems
+from sparkdl.consistency.base import FEWEST_PARTS, Consistency, conflicts, share_problems
 from sparkdl.errors import known_arguments, shown
 from sparkdl.plain import is_whole, make_plain
 
@@ -80,24 +80,15 @@ class DiLoCo(Consistency):
                 'engine="gang": its ranks sum what their steps have moved before the driver knows how '
                 'many these were. Use engine="shuffle", or leave drop_stragglers out.'
             )
-        if trainer.local_steps != 1:
-            yield (
-                f"consistency=DiLoCo with local_steps={shown(trainer.local_steps)}: inner_steps says "
-                "how many steps a replica takes by itself. Leave local_steps out."
-            )
-        if trainer.compression is not None:
-            yield (
-                "consistency=DiLoCo with compression: a replica keeps the state of its optimizer "
-                'where compression keeps its residuals. Leave one of the two out; wire="bf16" halves '
-                "what is sent."
-            )
-        if trainer.precision == "fp16":
-            yield (
-                'consistency=DiLoCo with precision="fp16": a loss scale that overflows in one of the '
-                'inner steps would lose all of them. Use precision="bf16".'
-            )
-        if trainer.sync_batchnorm:
-            yield (
-                "consistency=DiLoCo with sync_batchnorm=True: replicas do not wait for one another in "
-                "their inner steps. Leave one of the two out."
-            )
+        yield from conflicts("consistency=DiLoCo", trainer, _REASONS)
+
+
+_REASONS = {
+    "local_steps": "inner_steps says how many steps a replica takes by itself. Leave local_steps out.",
+    "compression": "a replica keeps the state of its optimizer where compression keeps its residuals. "
+    'Leave one of the two out; wire="bf16" halves what is sent.',
+    "precision=fp16": "a loss scale that overflows in one of the inner steps would lose all of them. "
+    'Use precision="bf16".',
+    "sync_batchnorm": "replicas do not wait for one another in their inner steps. Leave one of the two "
+    "out.",
+}

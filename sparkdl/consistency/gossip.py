@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.consistency.base import Consistency
+from sparkdl.consistency.base import Consistency, conflicts
 from sparkdl.errors import known_arguments, nearest, shown
 from sparkdl.model.buffers import MEAN
 from sparkdl.model.flat import Layout
@@ -48,26 +48,24 @@ class Gossip(Consistency):
             )
 
     def problems_with(self, trainer: Any) -> Iterator[str]:
-        what = "consistency=Gossip with"
-        if trainer.engine == "shuffle":
-            yield (
-                f'{what} engine="shuffle": its tasks have no connections to one another, over which '
-                'to average. Use engine="gang", or engine="local" to try it.'
-            )
-        if trainer.local_steps != 1:
-            yield f"{what} local_steps={shown(trainer.local_steps)}: leave one of the two out."
-        for name in ("compression", "ema", "histograms"):
-            if getattr(trainer, name) is not None:
-                yield (
-                    f"{what} {name}: there is no gradient or vector of weights that all replicas have "
-                    "in common. Leave one of the two out."
-                )
-        if trainer.sync_batchnorm:
-            yield f"{what} sync_batchnorm=True: replicas are apart. Leave one of the two out."
-        if trainer.precision == "fp16":
-            yield f'{what} precision="fp16": replicas scale no loss. Use precision="bf16".'
-        if trainer.wire == "fp16":
-            yield f'{what} wire="fp16": weights may be too large for it. Use wire="bf16".'
+        yield from conflicts("consistency=Gossip", trainer, _REASONS)
+
+
+_NOT_COMMON = (
+    "there is no gradient or vector of weights that all replicas have in common. Leave one of the two "
+    "out."
+)
+_REASONS = {
+    "engine=shuffle": "its tasks have no connections to one another, over which to average. Use "
+    'engine="gang", or engine="local" to try it.',
+    "local_steps": "leave one of the two out.",
+    "compression": _NOT_COMMON,
+    "ema": _NOT_COMMON,
+    "histograms": _NOT_COMMON,
+    "sync_batchnorm": "replicas are apart. Leave one of the two out.",
+    "precision=fp16": 'replicas scale no loss. Use precision="bf16".',
+    "wire=fp16": 'weights may be too large for it. Use wire="bf16".',
+}
 
 
 def _ring(size: int, iteration: int) -> dict[int, float]:

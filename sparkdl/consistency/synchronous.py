@@ -9,7 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sparkdl.consistency.base import FEWEST_PARTS, MOST, Consistency, Dispatch, share_problems
+from sparkdl.consistency.base import (
+    FEWEST_PARTS,
+    MOST,
+    Consistency,
+    Dispatch,
+    conflicts,
+    share_problems,
+)
 from sparkdl.errors import known_arguments, shown
 from sparkdl.plain import is_whole, make_plain
 
@@ -50,21 +57,18 @@ class Synchronous(Consistency):
     def problems_with(self, trainer: Any) -> Iterator[str]:
         if self.drop_stragglers is None:
             return
-        what = f"consistency={shown(self)}"
-        if trainer.engine == "gang":
+        what, steps = f"consistency={shown(self)}", trainer.accumulate
+        reasons = {
+            "engine=gang": "its ranks sum gradients while they compute them, and wait for one another. "
+            'Use engine="shuffle".',
+            "local_steps": "a replica that left out steps would have other optimizer state than the "
+            "rest. Leave one of the two out.",
+        }
+        yield from conflicts(what, trainer, reasons)
+        if trainer.local_steps == 1 and isinstance(steps, int) and steps < FEWEST_PARTS:
             yield (
-                f'{what} with engine="gang": its ranks sum gradients while they compute them, and wait '
-                'for one another. Use engine="shuffle".'
-            )
-        if trainer.local_steps != 1:
-            yield (
-                f"{what} with local_steps={shown(trainer.local_steps)}: a replica that left out steps "
-                "would have other optimizer state than the rest. Leave one of the two out."
-            )
-        elif isinstance(trainer.accumulate, int) and trainer.accumulate < FEWEST_PARTS:
-            yield (
-                f"{what} with accumulate={trainer.accumulate}: a replica stops between micro-batches, "
-                f"so it needs several. Use accumulate={FEWEST_PARTS} or more."
+                f"{what} with accumulate={steps}: a replica stops between micro-batches, so it needs "
+                f"several. Use accumulate={FEWEST_PARTS} or more."
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from sparkdl.data.partition_writer import (
     field_of,
     join_partition,
 )
-from sparkdl.data.ragged import Ragged, Rows
+from sparkdl.data.ragged import Rows, concatenate
 from sparkdl.data.row_errors import AS_ERRORS, BadRow, Handling, InvalidRow, RowError
 from sparkdl.data.schema import quoted
 from sparkdl.errors import DataError, in_quotes, raise_all
@@ -56,11 +56,7 @@ class WriteDataFrame:
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         writer = PartitionWriter(self.config, weighted=self.columns[-1].weight)
-        try:
-            self.write(batches, writer)
-            handle = writer.finish()
-        except RowError as error:
-            handle = writer.fail(error.problem)
+        handle = writer.filled(lambda: self.write(batches, writer))
         yield pa.RecordBatch.from_pydict({"handle": [pickle.dumps(handle)]})
         finish_task()
 
@@ -92,38 +88,31 @@ class WriteDataFrame:
         self, part: pa.RecordBatch, writer: PartitionWriter
     ) -> tuple[list[Rows], np.ndarray | None]:
         """Return the tensors of rows, and which rows these are if some were left out."""
-        pairs = [
-            (array, adapted(array, column, number, writer))
-            for number, (array, column) in enumerate(zip(part.columns, self.columns, strict=False))
+        first, way = writer.rows_read, self.handling.way
+        arrays = part.columns[: len(self.columns)]
+        columns = [
+            adapted(array, column, number, writer)
+            for number, (array, column) in enumerate(zip(arrays, self.columns, strict=True))
         ]
-        if self.handling.way == "error":
-            return [to_numpy(array, column, writer.rows_read) for array, column in pairs], None
-        with contextlib.suppress(RowError):
-            return [to_numpy(array, column, writer.rows_read) for array, column in pairs], None
-        reasons = [dict(bad_rows(array, column)) for array, column in pairs]
-        keys = part.column(len(pairs)).to_pylist() if self.handling.key is not None else None
-        invalid = {
-            row: InvalidRow(
-                None if keys is None else keys[row], *(column.name, reason, writer.rows_read + row)
-            )
-            for (_, column), found in zip(reversed(pairs), reversed(reasons), strict=True)
-            for row, reason in found.items()
-        }
-        skips = self.handling.way == "skip"
+        with contextlib.suppress(*(() if way == "error" else (RowError,))):
+            return [to_numpy(a, c, first) for a, c in zip(arrays, columns, strict=True)], None
+        reasons = [dict(bad_rows(a, c)) for a, c in zip(arrays, columns, strict=True)]
+        keyed = self.handling.key is not None
+        keys = part.column(len(arrays)).to_pylist() if keyed else [None] * part.num_rows
+        invalid: dict[int, InvalidRow] = {}
+        for column, bad in zip(columns, reasons, strict=True):
+            for row, reason in bad.items():
+                invalid.setdefault(row, InvalidRow(keys[row], column.name, reason, first + row))
         kept = np.setdiff1d(np.arange(part.num_rows), np.fromiter(invalid, np.int64))
-        if skips:
-            arrays = [
-                to_numpy(a.take(pa.array(kept)), column, writer.rows_read) for a, column in pairs
-            ]
-        else:
-            arrays = [
-                _with_zeros(array, column, found, field, writer.rows_read)
-                for (array, column), found, field in zip(
-                    pairs, reasons, writer.fields or [None] * len(pairs), strict=True
-                )
-            ]
-        writer.note_invalid([invalid[row] for row in sorted(invalid)], skips)
-        return arrays, kept if skips else None
+        fields = writer.fields or [None] * len(arrays)
+        rows = [
+            to_numpy(array.take(pa.array(kept)), column, first)
+            if way == "skip"
+            else _with_zeros(array, column, bad, field, first)
+            for array, column, bad, field in zip(arrays, columns, reasons, fields, strict=True)
+        ]
+        writer.note_invalid([invalid[row] for row in sorted(invalid)], way == "skip")
+        return rows, kept if way == "skip" else None
 
     def _parts(self, batch: pa.RecordBatch, writer: PartitionWriter) -> Iterator[pa.RecordBatch]:
         """Cut the batch where its tensors may be much larger than its columns, as for images."""
@@ -182,28 +171,20 @@ def _with_zeros(
 
     ``field`` is that of the rows before. A label or a weight has no such stand-in.
     """
-    if not bad:
-        return to_numpy(array, column, first_row)
-    row = min(bad)
-    if column.label or column.weight:
-        remedy = 'Zeros take the place of features alone: use handle_invalid="skip".'
-        raise RowError(column.name, first_row + row, bad[row], remedy)
     good = np.setdiff1d(np.arange(len(array)), np.fromiter(bad, np.int64))
-    if not len(good) and field is None:
-        remedy = 'No row before it shows the shape of the zeros: use handle_invalid="skip".'
-        raise RowError(column.name, first_row + row, bad[row], remedy)
     read = to_numpy(array.take(pa.array(good)), column, first_row) if len(good) else None
     field = field if read is None else field_of(column.name, read)
+    remedy = "" if field else "No row before it shows the shape of the zeros"
+    if column.label or column.weight:
+        remedy = "Zeros take the place of features alone"
+    if bad and (remedy or field is None):
+        row = min(bad)
+        remedy = f'{remedy}: use handle_invalid="skip".'
+        raise RowError(column.name, first_row + row, bad[row], remedy)
     assert field is not None
-    if field.padding is None:
-        rows = np.zeros((len(array), *field.shape), field.dtype)
-        if read is not None:
-            rows[good] = read
-        return rows
-    each: list[Rows] = [zero_row(field)] * len(array)
-    for place, tensor in zip(good.tolist(), () if read is None else read, strict=True):
-        each[place] = tensor
-    return Ragged.of(each, field.padding)
+    places = np.zeros(len(array), np.int64)  # of a zero, followed by what was read
+    places[good] = 1 + np.arange(len(good))
+    return concatenate([zero_row(field), *([] if read is None else [read])])[places]
 
 
 @dataclass(frozen=True)
@@ -221,13 +202,7 @@ class WriteParts:
         context = TaskContext.get()
         assert context is not None
         for partition, part in enumerate(self.parts(context.partitionId(), batches)):
-            yield pa.RecordBatch.from_arrays(
-                [
-                    pa.array([partition], pa.int32()),
-                    pa.array([pickle.dumps(part, pickle.HIGHEST_PROTOCOL)], pa.binary()),
-                ],
-                names=["partition", "part"],
-            )
+            yield _numbered(partition, pickle.dumps(part, pickle.HIGHEST_PROTOCOL))
         finish_task()
 
     def parts(self, source: int, batches: Iterable[pa.RecordBatch]) -> list[WrittenRows]:
@@ -240,14 +215,19 @@ class WriteParts:
             self.table.write(batches, writer)
             return list(writer.parts(self.count))
         except RowError as error:
-            return [writer.failed_part(replace(error.problem, partition=source))]
+            return [writer.failed_part(error.problem)]
+
+
+def _numbered(number: int, content: bytes) -> pa.RecordBatch:
+    """Return the row of a number and what belongs to it."""
+    columns = [pa.array([number], pa.int32()), pa.array([content], pa.binary())]
+    return pa.RecordBatch.from_arrays(columns, names=["number", "content"])
 
 
 def address_parts(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
     """Send each part that :class:`WriteParts` yields to its partition (a Spark task)."""
     for target, part in rows:
         yield from send(target, bytes(part))
-    finish_task()
 
 
 @dataclass(frozen=True)
@@ -258,7 +238,6 @@ class JoinParts:
 
     def __call__(self, partition: int, parts: Iterable[bytes]) -> Iterator[bytes]:
         yield pickle.dumps(join_partition(self.config, [pickle.loads(part) for part in parts]))
-        finish_task()
 
 
 def select_columns(data: DataFrame, columns: Sequence[Column], key: str | None = None) -> DataFrame:
@@ -369,13 +348,7 @@ def ship_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)
-        yield pa.RecordBatch.from_arrays(
-            [
-                pa.array([context.partitionId()], pa.int32()),
-                pa.array([sink.getvalue().to_pybytes()], pa.binary()),
-            ],
-            names=["partition", "batches"],
-        )
+        yield _numbered(context.partitionId(), sink.getvalue().to_pybytes())
 
 
 def content_hash(data: DataFrame) -> SparkColumn:
@@ -391,23 +364,16 @@ def content_hash(data: DataFrame) -> SparkColumn:
 
 def _hashable(column: SparkColumn, kind: DataType) -> SparkColumn:
     """Return ``column`` with each map in it replaced by the array of its entries."""
-    if not _has_map(kind):
+    if "map<" not in kind.simpleString():
         return column
     if isinstance(kind, MapType):
         entry = StructType([StructField("key", kind.keyType), StructField("value", kind.valueType)])
         return _hashable(functions.map_entries(column), ArrayType(entry))
     if isinstance(kind, ArrayType):
         return functions.transform(column, lambda item: _hashable(item, kind.elementType))
-    assert isinstance(kind, StructType)
+    if not isinstance(kind, StructType):  # of a user's type, whose name says anything
+        return column
     return functions.struct(*[_hashable(column.getField(f.name), f.dataType) for f in kind.fields])
-
-
-def _has_map(kind: DataType) -> bool:
-    if isinstance(kind, ArrayType):
-        return _has_map(kind.elementType)
-    if isinstance(kind, StructType):
-        return any(_has_map(field.dataType) for field in kind.fields)
-    return isinstance(kind, MapType)
 
 
 def partition_of(data: DataFrame, count: int) -> SparkColumn:
@@ -451,7 +417,6 @@ def first_field(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
     """Yield the one binary field of each row (a Spark task)."""
     for row in rows:
         yield bytes(row[0])
-    finish_task()
 
 
 FILES_PER_SLOT = 4

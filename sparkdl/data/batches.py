@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparkdl.data.columns.convert import masked
-from sparkdl.data.epoch import RowDraws, derive_seed, drawn, generator, permutation, remembered
+from sparkdl.data.epoch import RowDraws, derive_seed, generator, permutation, remembered
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Ragged, RowLengths, Rows, dense, model_inputs, padded_lengths
 from sparkdl.errors import ParameterError, kind_of
@@ -89,34 +89,30 @@ def visit_order(
     The rows of a window are sorted by length, and the chunks are shuffled. The rows that do not
     fill a chunk come last.
     """
-    seed, draws, rows_here = batch_spec.seed, batch_spec.draws, len(partition.order)
-
-    def drawn_rows() -> np.ndarray:
-        if draws is None:
-            return drawn(seed, epoch, replica, rows_here)
-        return draws.order(partition, seed, epoch, replica)
-
-    if batch_spec.bucketing is None or not any(field.ragged for field in partition.fields):
-        if draws is None:
-            return permutation(seed, epoch, replica, rows_here)
-        return remembered((seed, epoch, replica, draws, partition.name), drawn_rows)
-    share = max(1, share)
-    window = share * max(1, batch_spec.bucketing // share)
+    seed, draws, count = batch_spec.seed, batch_spec.draws, len(partition.order)
+    share, window = max(1, share), 0
+    if batch_spec.bucketing is not None and any(field.ragged for field in partition.fields):
+        window = share * max(1, batch_spec.bucketing // share)
 
     def draw() -> np.ndarray:
-        order = drawn_rows()
-        lengths, count = partition.lengths(), len(order)
-        assert lengths is not None
-        for start in range(0, count, window):
+        if draws is None:
+            order = permutation(seed, epoch, replica, count)
+        else:
+            order = draws.order(partition, seed, epoch, replica)
+        lengths, drawn = partition.lengths() if window else None, len(order)
+        if lengths is None:
+            return order
+        for start in range(0, drawn, window):
             rows = order[start : start + window]
-            by_length = np.argsort(lengths[rows % rows_here], kind="stable")
+            by_length = np.argsort(lengths[rows % count], kind="stable")
             order[start : start + window] = rows[by_length]
-        chunks = count // share
+        chunks = drawn // share
         whole = order[: chunks * share].reshape(chunks, share)
         whole[:] = whole[generator(seed, "buckets", epoch, replica).permutation(chunks)]
         return order
 
-    return remembered((seed, epoch, replica, draws, window, share, partition.name), draw)
+    cut = (window, share) if window else ()
+    return remembered((seed, epoch, replica, draws, cut, partition.name), draw)
 
 
 def training_rows(
@@ -150,13 +146,8 @@ def input_fields(batch_spec: BatchSpec, fields: Sequence[Field]) -> list[Field]:
     found: list[Field] = []
     for field in fields[: batch_spec.num_features]:
         found.append(field)
-        rule = field.padding
-        if rule is not None and rule.lengths:
-            found.append(Field(f"lengths of {field.name}", "int64", ()))
-        if rule is not None and rule.mask:
-            found.append(Field(f"mask of {field.name}", "int64", ()))
-        if rule is not None and rule.types:
-            found.append(Field(f"types of {field.name}", "int64", ()))
+        extras = [] if field.padding is None else field.padding.extras
+        found += [Field(f"{kind} of {field.name}", "int64", ()) for kind in extras]
     return found
 
 
@@ -184,7 +175,7 @@ def _at_place(
     def work(seed: Callable[[int], object]) -> list[Rows]:
         fields = gather()
         features = fields[: batch_spec.num_features]
-        augmented = _augmented(batch_spec, augment, features, *place, seed)
+        augmented = _Augmentation(batch_spec, augment, features, *place, seed).rows_changed()
         return [*augmented, *fields[batch_spec.num_features :]]
 
     whose = getattr(augment, "function", augment)
@@ -192,117 +183,110 @@ def _at_place(
     return steadily(name, work)
 
 
-def _augmented(
-    batch_spec: BatchSpec,
-    augment: Callable[..., Any],
-    features: Sequence[Rows],
-    rows: np.ndarray,
-    epoch: int,
-    replica: int,
-    seed: Callable[[int], object],
-) -> list[Rows]:
-    if any(isinstance(rows, Ragged) and isinstance(rows.values, Ragged) for rows in features):
-        raise ParameterError(
-            "augment takes arrays, and a feature is a list of lists of varying length, "
-            "sparkdl.Sequence(Sequence()): change such rows in Spark or in the model, or leave it out."
-        )
-    if isinstance(getattr(augment, "func", augment), Batched):  # or a partial of it
-        return _all_rows(batch_spec, augment, features, rows, (epoch, replica), seed)
-    results: list[list[np.ndarray]] = [[] for _ in features]
-    for row, sample in zip(rows.tolist(), zip(*features, strict=True), strict=True):
-        rng = generator(batch_spec.seed, "augment", epoch, replica, row)
-        seed(derive_seed(batch_spec.seed, "draws of augment", epoch, replica, row))
-        found = _called(batch_spec, augment, sample, rng, "one sample")
-        for values, value, feature in zip(results, found, features, strict=True):
-            values.append(_value(value, feature.dtype, batch_spec.float_dtype))
-            first = values[0]
-            varying = isinstance(feature, Ragged)
-            if values[-1].shape[varying:] != first.shape[varying:] or values[-1].ndim < varying:
+@dataclass(frozen=True)
+class _Augmentation:
+    """The features of some rows, and what changes them, at their place."""
+
+    spec: BatchSpec
+    augment: Callable[..., Any]
+    features: Sequence[Rows]
+    rows: np.ndarray
+    epoch: int
+    replica: int
+    seed: Callable[[int], object]
+
+    def rows_changed(self) -> list[Rows]:
+        """Return the features, changed row by row, or all rows by one call."""
+        if any(isinstance(f, Ragged) and isinstance(f.values, Ragged) for f in self.features):
+            raise ParameterError(
+                "augment takes arrays, and a feature is a list of lists of varying length, "
+                "sparkdl.Sequence(Sequence()): change such rows in Spark or in the model, or leave it "
+                "out."
+            )
+        at_once = isinstance(getattr(self.augment, "func", self.augment), Batched)  # or a partial
+        changed: Sequence[Any] = self._at_once() if at_once else self._row_by_row()
+        return [
+            Ragged.of(values, feature.padding) if isinstance(feature, Ragged) else values
+            for values, feature in zip(changed, self.features, strict=True)
+        ]
+
+    def _number(self, purpose: str, *row: int) -> int:
+        """Return the seed for a purpose at this place."""
+        return derive_seed(self.spec.seed, purpose, self.epoch, self.replica, *row)
+
+    def _row_by_row(self) -> list[Any]:
+        results: list[list[np.ndarray]] = [[] for _ in self.features]
+        for row, sample in zip(self.rows.tolist(), zip(*self.features, strict=True), strict=True):
+            rng = generator(self.spec.seed, "augment", self.epoch, self.replica, row)
+            self.seed(self._number("draws of augment", row))
+            values = self._called(sample, rng, "one sample")
+            for known, value, feature in zip(results, values, self.features, strict=True):
+                known.append(value)
+                first, varying = known[0], isinstance(feature, Ragged)
+                if value.shape[varying:] != first.shape[varying:] or value.ndim < varying:
+                    raise ParameterError(
+                        f"augment returned an array of shape {list(value.shape)} after one of "
+                        f"{list(first.shape)}: they must have the same "
+                        f"shape{' but for the length' if varying else ''}."
+                    )
+        return [
+            values if isinstance(feature, Ragged) else np.stack(values)
+            for values, feature in zip(results, self.features, strict=True)
+        ]
+
+    def _at_once(self) -> list[np.ndarray]:
+        arrays = []
+        for feature in self.features:
+            if isinstance(feature, Ragged) and len(set(feature.lengths.tolist())) > 1:
                 raise ParameterError(
-                    f"augment returned an array of shape {list(values[-1].shape)} after one of "
-                    f"{list(first.shape)}: they must have the same "
-                    f"shape{' but for the length' if varying else ''}."
+                    "sparkdl.Batched takes rows of equal length, and a batch has some of "
+                    f"{feature.lengths.min()} to {feature.lengths.max()}: let augment be a function of "
+                    "one sample, without Batched."
                 )
-    return [
-        Ragged.of(values, feature.padding) if isinstance(feature, Ragged) else np.stack(values)
-        for values, feature in zip(results, features, strict=True)
-    ]
+            arrays.append(np.stack(list(feature)) if isinstance(feature, Ragged) else feature)
+        self.seed(self._number("draws of augment", *self.rows[:1].tolist() or [0]))
+        changed = self._called(arrays, RowDraws(self._number("augment"), self.rows), "a batch")
+        for array, feature in zip(changed, self.features, strict=True):
+            if array.ndim <= isinstance(feature, Ragged) or len(array) != len(self.rows):
+                raise ParameterError(
+                    f"augment returned an array of shape {list(array.shape)} for a batch of "
+                    f"{len(self.rows)} rows: a function in sparkdl.Batched returns arrays that begin "
+                    "with the rows."
+                )
+        return changed
 
-
-def _all_rows(
-    batch_spec: BatchSpec,
-    augment: Callable[..., Any],
-    features: Sequence[Rows],
-    rows: np.ndarray,
-    place: tuple[int, int],
-    seed: Callable[[int], object],
-) -> list[Rows]:
-    """Return the features of all rows, changed by one call."""
-    arrays = []
-    for feature in features:
-        if isinstance(feature, Ragged) and len(set(feature.lengths.tolist())) > 1:
+    def _called(
+        self, arrays: Sequence[Any], rng: np.random.Generator | RowDraws, noun: str
+    ) -> list[np.ndarray]:
+        """Return what ``augment`` makes of the features of a sample or a batch, in their order."""
+        inputs = self.spec.inputs
+        try:
+            if inputs:
+                found = self.augment(**dict(zip(inputs, arrays, strict=True)), rng=rng)
+            else:
+                found = self.augment(*arrays, rng)
+        except Exception as error:
+            shapes = ", ".join(f"{value.dtype}{list(value.shape)}" for value in arrays)
+            kind = "RowDraws" if isinstance(rng, RowDraws) else "numpy.random.Generator"
             raise ParameterError(
-                "sparkdl.Batched takes rows of equal length, and a batch has some of "
-                f"{feature.lengths.min()} to {feature.lengths.max()}: let augment be a function of "
-                "one sample, without Batched."
-            )
-        arrays.append(np.stack(list(feature)) if isinstance(feature, Ragged) else feature)
-    seed(derive_seed(batch_spec.seed, "draws of augment", *place, int(rows[0]) if len(rows) else 0))
-    rng = RowDraws(derive_seed(batch_spec.seed, "augment", *place), rows)
-    changed: list[Rows] = []
-    for value, feature in zip(
-        _called(batch_spec, augment, arrays, rng, "a batch"), features, strict=True
-    ):
-        array = _value(value, feature.dtype, batch_spec.float_dtype)
-        varying = isinstance(feature, Ragged)
-        if array.ndim <= varying or len(array) != len(rows):
+                f"augment raised {type(error).__name__}: {error}. It is called with the arrays of "
+                f"{noun} ({shapes}) and a {kind}."
+            ) from error
+        if isinstance(found, Mapping):
+            if set(found) != set(inputs):
+                raise ParameterError(
+                    f"augment returned a mapping of {', '.join(map(str, found)) or 'nothing'}: return "
+                    f"exactly the features, {', '.join(inputs) or 'as a tuple'}."
+                )
+            found = tuple(found[name] for name in inputs)
+        found = found if isinstance(found, tuple) else (found,)
+        if len(found) != len(arrays):
             raise ParameterError(
-                f"augment returned an array of shape {list(array.shape)} for a batch of {len(rows)} "
-                "rows: a function in sparkdl.Batched returns arrays that begin with the rows."
+                f"augment returned {len(found)} values for {len(arrays)} features: return a "
+                "tuple with as many values as it gets."
             )
-        changed.append(Ragged.of(list(array), feature.padding) if varying else array)  # type: ignore[union-attr]
-    return changed
-
-
-def _called(
-    batch_spec: BatchSpec,
-    augment: Callable[..., Any],
-    arrays: Sequence[Any],
-    rng: np.random.Generator | RowDraws,
-    noun: str,
-) -> tuple[Any, ...]:
-    """Return what ``augment`` makes of the features of a sample or a batch, in their order."""
-    try:
-        if batch_spec.inputs:
-            found = augment(**dict(zip(batch_spec.inputs, arrays, strict=True)), rng=rng)
-        else:
-            found = augment(*arrays, rng)
-    except Exception as error:
-        shapes = ", ".join(f"{value.dtype}{list(value.shape)}" for value in arrays)
-        kind = "RowDraws" if isinstance(rng, RowDraws) else "numpy.random.Generator"
-        raise ParameterError(
-            f"augment raised {type(error).__name__}: {error}. It is called with the arrays of "
-            f"{noun} ({shapes}) and a {kind}."
-        ) from error
-    if isinstance(found, Mapping):
-        found = _in_order(batch_spec.inputs, found)
-    found = found if isinstance(found, tuple) else (found,)
-    if len(found) != len(arrays):
-        raise ParameterError(
-            f"augment returned {len(found)} values for {len(arrays)} features: return a "
-            "tuple with as many values as it gets."
-        )
-    return found
-
-
-def _in_order(inputs: Sequence[str], found: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the features that ``augment`` returned by keyword in the order of ``inputs``."""
-    if set(found) != set(inputs):
-        raise ParameterError(
-            f"augment returned a mapping of {', '.join(map(str, found)) or 'nothing'}: return "
-            f"exactly the features, {', '.join(inputs) or 'as a tuple'}."
-        )
-    return tuple(found[name] for name in inputs)
+        dtypes = [feature.dtype for feature in self.features]
+        return [_value(*pair, self.spec.float_dtype) for pair in zip(found, dtypes, strict=True)]
 
 
 def _value(value: Any, dtype: np.dtype, float_dtype: str) -> np.ndarray:

@@ -112,17 +112,7 @@ def remembered(key: Hashable, draw: Callable[[], np.ndarray]) -> np.ndarray:
 
 
 def permutation(seed: int, epoch: int, replica: int, num_rows: int) -> np.ndarray:
-    """Return the order in which ``replica`` visits its ``num_rows`` rows in ``epoch``.
-
-    The order (int64) depends only on the arguments. It is shared, hence read-only.
-    """
-    return remembered(
-        (seed, epoch, replica, num_rows), lambda: drawn(seed, epoch, replica, num_rows)
-    )
-
-
-def drawn(seed: int, epoch: int, replica: int, num_rows: int) -> np.ndarray:
-    """Return the same order as :func:`permutation`, as a new array."""
+    """Return the order (int64) in which ``replica`` visits its ``num_rows`` rows in ``epoch``."""
     return generator(seed, "shuffle", epoch, replica).permutation(num_rows)
 
 

@@ -25,12 +25,11 @@ import numpy as np
 from sparkdl.data.fields import Field, RowFile, SampleHandle
 from sparkdl.data.partition_reader import SegmentWriter, map_file, segment_files
 from sparkdl.data.partition_writer import save_order, where_there_is_room
-from sparkdl.data.preview import Preview, row_bytes
+from sparkdl.data.preview import Preview, Run, row_bytes
 from sparkdl.data.ragged import Rows, concatenate
 from sparkdl.data.row_order import row_hashes
 from sparkdl.errors import TrainingError
 from sparkdl.slab.root import SlabConfig, open_root
-from sparkdl.spark.worker import finish_task
 
 logger = logging.getLogger("sparkdl")
 
@@ -39,22 +38,28 @@ KINDS = 64
 MOST_KINDS, MOST_BYTES = 4096, 256 << 20
 """The most kinds of rows that are spread, those with the most copies, and the most bytes of one row of
 each: they travel through the driver."""
+SPREAD = "spread equal rows"
 UNEVEN, FEWEST_ROWS = 1.5, 64
 """A share is uneven above so many times the mean. Means of fewer rows vary that much by chance."""
 
 
 @dataclass(frozen=True)
-class RepeatedRows:
-    """The kinds of rows to be spread, by partition and by place there."""
+class SpreadRows:
+    """A task over partitions in place that changes which copies of repeated rows they have.
 
+    The kinds of rows to be spread are in the order of their partition, and of their place there.
+    """
+
+    slab: SlabConfig
+    fields: tuple[Field, ...]
     homes: np.ndarray  # the partition that has all copies
     starts: np.ndarray  # the first of them, in the order of that partition
     counts: np.ndarray
     shares: np.ndarray  # copies that each partition is to have, (kinds, partitions)
-    fields: tuple[Field, ...]
+    rows: tuple[Rows, ...]  # one of each kind, one entry a field
 
     @staticmethod
-    def of(handles: Sequence[SampleHandle]) -> RepeatedRows | None:
+    def of(slab: SlabConfig, handles: Sequence[SampleHandle], run: Run) -> SpreadRows | None:
         """Return what is to be spread among partitions that hashes have made, or None."""
         sizes, partitions = np.array([handle.num_rows for handle in handles]), len(handles)
         least = int(sizes.sum()) // (KINDS * partitions)
@@ -83,43 +88,22 @@ class RepeatedRows:
             sizes += share
         by_home = np.lexsort((starts, homes))
         homes, starts, counts, shares = (a[by_home] for a in (homes, starts, counts, shares))
-        return RepeatedRows(homes, starts, counts, shares, fields)
-
-    def preview(self) -> Preview:
-        """Return the task that reads one row of each kind."""
-        return Preview(
-            {
-                home: self.starts[self.homes == home].tolist()
-                for home in np.unique(self.homes).tolist()
-            }
-        )
-
-    def spread(self, slab: SlabConfig, parts: Sequence[Sequence[Rows]]) -> SpreadRows:
-        """Return the task that spreads them, from what :meth:`preview` has read in each partition."""
+        one = Preview({m: starts[homes == m].tolist() for m in np.unique(homes).tolist()})
+        parts = run(SPREAD, one.read, [*one.rows])
         rows = tuple(concatenate(columns) for columns in zip(*parts, strict=True))
-        return SpreadRows(slab, self, rows)
-
-
-@dataclass(frozen=True)
-class SpreadRows:
-    """A task over partitions in place that changes which copies of repeated rows they have."""
-
-    slab: SlabConfig
-    repeated: RepeatedRows
-    rows: tuple[Rows, ...]  # one of each kind, one entry a field
+        return SpreadRows(slab, fields, homes, starts, counts, shares, rows)
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         for frame in frames:
             yield pickle.dumps(self.changed(partition, pickle.loads(frame)))
-        finish_task()
 
     def changed(self, partition: int, handle: SampleHandle) -> SampleHandle:
         """Return the handle of the partition with its share of each kind; its old order is deleted."""
         if handle.problem is not None:
             return handle
-        shares, counts = self.repeated.shares[:, partition], self.repeated.counts
-        mine = self.repeated.homes == partition
-        kinds = zip(self.repeated.starts[mine].tolist(), counts[mine].tolist(), strict=True)
+        shares, counts = self.shares[:, partition], self.counts
+        mine = self.homes == partition
+        kinds = zip(self.starts[mine].tolist(), counts[mine].tolist(), strict=True)
         if not {*kinds} <= {(start, count) for start, count in handle.repeats}:
             raise TrainingError(
                 f"partition {partition} was computed again and holds other rows: the source of the "
@@ -130,7 +114,7 @@ class SpreadRows:
             order = np.array(map_file(handle.order_path, "int64", (-1,)))
         kept = np.ones(len(order), bool)
         for start, count, share in zip(
-            *(array[mine].tolist() for array in (self.repeated.starts, counts, shares)), strict=True
+            *(array[mine].tolist() for array in (self.starts, counts, shares)), strict=True
         ):
             kept[start + share : start + count] = False
         places = np.cumsum(kept) - 1  # of a copy that leaves, that of the last one that stays
@@ -158,38 +142,25 @@ class SpreadRows:
             order_path=path,
             num_rows=len(order),
             checksum=(handle.checksum + change) % 2**64,
-            fields=self.repeated.fields,
+            fields=self.fields,
             extremes=extremes,
             repeats=(),
         )
 
     def _write(self, folder: Path, rows: Sequence[Rows]) -> RowFile:
         path = str(folder / f"samples-{secrets.token_hex(8)}-0")
-        writer = SegmentWriter(path, self.repeated.fields)
-        try:
-            writer.append(rows)
-        except OSError:
-            writer.remove()
-            raise
+        writer = SegmentWriter(path, self.fields, rows)
         writer.close()
         return writer.segment
 
 
-@dataclass(frozen=True)
-class DeletePartitions:
-    """A task that deletes the order, and if ``rows`` the rows, of partitions to be written again."""
-
-    rows: bool
-
-    def __call__(self, frames: Iterable[bytes]) -> Iterator[None]:
-        for frame in frames:
-            handle: SampleHandle = pickle.loads(frame)
-            parts = handle.segments if self.rows else ()
-            names = [name for part in parts for name in segment_files(part, handle.fields)]
-            for path in (*names, handle.order_path):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-            yield None
+def delete_partition(rows: bool, partition: int, handle: SampleHandle) -> None:
+    """Delete the order, and if ``rows`` the rows, of a partition that is to be written again."""
+    parts = handle.segments if rows else ()
+    names = [name for part in parts for name in segment_files(part, handle.fields)]
+    for path in (*names, handle.order_path):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def tell_of_shares(handles: Sequence[SampleHandle]) -> None:

@@ -18,6 +18,7 @@ from sparkdl.data.row_errors import (
     Adapted,
     BadRow,
     InvalidRows,
+    columns_with,
 )
 from sparkdl.errors import DataError
 
@@ -54,6 +55,11 @@ class Field:
             rule = rule.items
         return found
 
+    def unlike(self, first: Field, place: str) -> tuple[str, str] | None:
+        """Return what differs from the field of the row at a place, and the remedy; None: nothing."""
+        remedy = SAME_TYPE if self.shape == first.shape else SAME_SHAPE
+        return None if self == first else (f"is {self} where {place} is {first}", remedy)
+
     def __str__(self) -> str:
         lengths: list[int | str] = ["any" for _ in self.rules]
         lengths += self.shape
@@ -61,9 +67,9 @@ class Field:
 
 
 def zero_row(field: Field) -> Rows:
-    """Return a row of one zero, of a field of varying length."""
+    """Return one row of zeros; that of a field of varying length has one element."""
     row: Rows = np.zeros((1, *field.shape), field.dtype)
-    for rule in reversed(field.rules[1:]):
+    for rule in reversed(field.rules):
         row = Ragged(row, np.arange(2), rule)
     return row
 
@@ -143,7 +149,7 @@ class ReadOtherwise(DataError):
     @staticmethod
     def of(text: str, name: str, spec: Any) -> ReadOtherwise:
         """Return the error for one column."""
-        return ReadOtherwise(f'{text} Give columns={{"{name}": sparkdl.{spec}}}.', {name: spec})
+        return ReadOtherwise(f"{text} Give {columns_with(name, spec)}.", {name: spec})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.specs)
@@ -164,16 +170,10 @@ def check_handles(
 
     ``locate`` returns what is known about the place of a row besides its partition.
     """
-    for partition, handle in enumerate(handles):
-        problem = handle.problem
-        if problem is not None:
-            number = partition if problem.partition is None else problem.partition
-            text = problem.message(f"partition {number}{locate(problem)}", noun)
-            if problem.spec is not None:
-                raise ReadOtherwise.of(text, problem.column, problem.spec)
-            raise DataError(text)
     filled = [(i, handle) for i, handle in enumerate(handles) if handle.num_rows]
-    if not filled:
+    of_one = ((i, handle.problem) for i, handle in enumerate(handles) if handle.problem)
+    partition, problem = next(of_one, (0, None))
+    if not filled and problem is None:
         invalid = invalid_in(handles)
         if invalid is None:
             raise DataError(NO_ROWS)
@@ -182,25 +182,34 @@ def check_handles(
             f"none of the {invalid['count']:,} rows of the data can be read: {one['key']}, {noun} "
             f'"{one["column"]}": {one["reason"]}.'
         )
-    first_partition, first = filled[0]
-    for partition, handle in filled[1:]:
-        names, wanted_names = ([field.name for field in h.fields] for h in (handle, first))
-        if names != wanted_names:
-            raise DataError(
-                f"row 0 of partition {partition} has {', '.join(names)} where row 0 of partition "
-                f"{first_partition} has {', '.join(wanted_names)}. {SAME_SHAPE}"
-            )
-        for found, wanted in zip(handle.fields, first.fields, strict=True):
-            if found != wanted:
-                text = (
-                    f'{noun} "{found.name}", row 0 of partition {partition}: is {found} where row '
-                    f"0 of partition {first_partition} is {wanted}. "
-                    f"{SAME_TYPE if found.shape == wanted.shape else SAME_SHAPE}"
+    if problem is None:
+        (first_partition, first), *_ = filled
+        for number, handle in filled:
+            names, wanted = ([field.name for field in h.fields] for h in (handle, first))
+            if names != wanted:
+                raise DataError(
+                    f"row 0 of partition {number} has {', '.join(names)} where row 0 of partition "
+                    f"{first_partition} has {', '.join(wanted)}. {SAME_SHAPE}"
                 )
-                specs = adapted_specs([first, handle])
-                if found.name in specs:
-                    raise ReadOtherwise.of(text, found.name, specs[found.name])
-                raise DataError(text)
+        problem = differing(filled)
+    if problem is not None:
+        number = partition if problem.partition is None else problem.partition
+        text = problem.message(f"partition {number}{locate(problem)}", noun)
+        if problem.spec is not None:
+            raise ReadOtherwise.of(text, problem.column, problem.spec)
+        raise DataError(text)
+
+
+def differing(parts: Sequence[tuple[int | None, Any]]) -> BadRow | None:
+    """Return the problem of rows of different fields in parts, each with its partition, or None."""
+    for number, part in parts[1:]:
+        source, first = parts[0]
+        for one, other in zip(part.fields, first.fields, strict=True):
+            if unlike := one.unlike(other, f"row 0 of partition {source}"):
+                spec = adapted_specs([first, part]).get(one.name)
+                text, remedy = unlike
+                return BadRow(one.name, 0, text, remedy, number, spec=spec)
+    return None
 
 
 def invalid_in(handles: Sequence[SampleHandle]) -> dict[str, Any] | None:

@@ -43,9 +43,9 @@ def _offsets(level: int) -> str:
 
 
 class SegmentWriter:
-    """A writer that appends rows to the files of one segment; each append writes all rows or none."""
+    """A writer of the files of one segment, begun with some rows; each append writes all or none."""
 
-    def __init__(self, path: str, fields: Sequence[Field]) -> None:
+    def __init__(self, path: str, fields: Sequence[Field], columns: Sequence[Rows]) -> None:
         self._path, self.num_rows = path, 0
         # where the items of each level of each field of varying length end
         self._ends = [[0] * len(field.rules) for field in fields]
@@ -54,6 +54,7 @@ class SegmentWriter:
             for name in segment_files(self.segment, fields):
                 file = open(name, "xb", buffering=0, opener=open_private)  # noqa: SIM115
                 self._files.append(file)
+            self.append(columns)
         except OSError:
             self.remove()
             raise

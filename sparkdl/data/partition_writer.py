@@ -13,19 +13,18 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from sparkdl.data.columns.base import Column
-from sparkdl.data.fields import Extreme, Field, RowFile, SampleHandle
+from sparkdl.data.fields import Extreme, Field, RowFile, SampleHandle, differing
 from sparkdl.data.partition_reader import MappedPartition, SegmentWriter, write_all
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.row_errors import (
     FIRST,
     NONE_INVALID,
     SAME_SHAPE,
-    SAME_TYPE,
     Adapted,
     BadRow,
     InvalidRow,
@@ -61,7 +60,7 @@ class WrittenRows:
     extremes: tuple[Extreme, ...] = ()  # the row of each is its place
     row_bytes: int = 1
     problem: BadRow | None = None
-    source: int = 0  # the number of the task
+    source: int | None = None  # the number of the task that wrote rows of several partitions
     invalid: InvalidRows = NONE_INVALID
     adapted: tuple[Adapted, ...] = ()
 
@@ -73,12 +72,13 @@ def join_partition(config: SlabConfig, parts: Sequence[WrittenRows]) -> SampleHa
     """
     root = open_root(config, create=True)
     assert root is not None
-    parts = sorted(parts, key=lambda part: part.source)
-    problem = next((part.problem for part in parts if part.problem), None) or _differing(parts)
+    parts = sorted(parts, key=lambda part: part.source or 0)
+    problems = [replace(part.problem, partition=part.source) for part in parts if part.problem]
+    problem = (*problems, differing([(part.source, part) for part in parts if part.fields]))[0]
     if problem is not None:
         return SampleHandle(root.node_id, (), "", 0, 0, (), problem=problem)
-    invalid = sum((part.invalid for part in parts), NONE_INVALID)
-    adapted = {one.name: one for part in reversed(parts) for one in part.adapted}
+    invalid = sum((part.invalid.of(part.source) for part in parts), NONE_INVALID)
+    adapted = {one.name: one.of(part.source) for part in reversed(parts) for one in part.adapted}
     parts = [part for part in parts if len(part.places)]
     segments = tuple(segment for part in parts for segment in part.segments)
     lengths = [sum(segment.num_rows for segment in part.segments) for part in parts]
@@ -159,19 +159,6 @@ def where_there_is_room(root: Root, write: Callable[[Path], _T], num_rows: int, 
     )
 
 
-def _differing(parts: Sequence[WrittenRows]) -> BadRow | None:
-    """Return the problem if tasks found rows of different shapes."""
-    filled = [part for part in parts if part.fields]
-    for part in filled[1:]:
-        for found, wanted in zip(part.fields, filled[0].fields, strict=True):
-            if found != wanted:
-                text = f"is {found} where row 0 of partition {filled[0].source} is {wanted}"
-                both = (*filled[0].adapted, *part.adapted)
-                spec = next((one.spec for one in both if one.name == found.name), None)
-                return BadRow(found.name, 0, text, SAME_SHAPE, part.source, spec=spec)
-    return None
-
-
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
 
@@ -192,10 +179,13 @@ class PartitionWriter:
     """A writer that streams rows into files; it holds no samples, only 8 to 12 bytes a row.
 
     Its methods raise :class:`sparkdl.errors.SlabFullError` if no slab directory has room.
-    ``source`` is the number of the task; if ``weighted``, the last field is the weight.
+    ``source`` is the number of a task whose rows are of several partitions; if ``weighted``, the last
+    field is the weight.
     """
 
-    def __init__(self, config: SlabConfig, source: int = 0, weighted: bool = False) -> None:
+    def __init__(
+        self, config: SlabConfig, source: int | None = None, weighted: bool = False
+    ) -> None:
         root = _root_of_a_task(config)
         self._config, self._root, self._source = config, root, source
         self._stem = f"samples-{secrets.token_hex(8)}"
@@ -259,16 +249,11 @@ class PartitionWriter:
         fields = tuple(field_of(name, column) for name, column in zip(names, columns, strict=True))
         self._fields = self._fields or fields
         for field, first in zip(fields, self._fields, strict=True):
-            if field != first:
-                text = f"is {field} where row 0 is {first}"
-                remedy = SAME_TYPE if field.shape == first.shape else SAME_SHAPE
-                raise RowError(field.name, self.num_rows, text, remedy)
+            if unlike := field.unlike(first, "row 0"):
+                raise RowError(field.name, self.num_rows, *unlike)
         for number, column in enumerate(columns):
-            self._note_extremes(number, column, number in labels)
-        if self._weighted:
-            weights = columns[-1]
-            assert isinstance(weights, np.ndarray)
-            self._note(len(columns) - 1, weights, np.arange(len(weights) + 1))
+            weight = self._weighted and number == len(columns) - 1
+            self._note_extremes(number, column, number in labels, weight)
         self._hashes.append(row_hashes(columns))
         if partitions is not None:
             self._partitions.append(
@@ -290,13 +275,7 @@ class PartitionWriter:
 
         def begin(directory: Path) -> SegmentWriter:
             path = str(directory / f"{self._stem}-{len(self._writers)}")
-            writer = SegmentWriter(path, self._fields)
-            try:
-                writer.append(columns)
-            except OSError:
-                writer.remove()
-                raise
-            return writer
+            return SegmentWriter(path, self._fields, columns)
 
         rows = self.num_rows + len(columns[0])
         self._writers.append(where_there_is_room(self._root, begin, rows, nbytes))
@@ -314,19 +293,16 @@ class PartitionWriter:
         places = self._root.directories_for(max(nbytes, CHECKED_BYTES))
         return Path(self._writers[-1].segment.path).parent in places
 
-    def _note_extremes(self, number: int, column: Rows, label: bool) -> None:
-        tried = column.dtype.kind == "i"
-        noted = tried or (label and column.dtype.kind == "f")
+    def _note_extremes(self, number: int, column: Rows, label: bool, weight: bool) -> None:
+        values, ends = column, np.arange(len(column) + 1)
         if isinstance(column, Ragged):
-            self._note(number, column.lengths, np.arange(len(column) + 1), of_length=True)
-            if noted:
-                values, ends = column.flat
-                ends = ends * math.prod(values.shape[1:])
-                self._note(number, values.reshape(-1), ends, tried=tried)
-        elif noted:
-            values = column.reshape(-1)
-            ends = np.arange(len(column) + 1) * (len(values) // len(column))
-            self._note(number, values, ends, tried=tried)
+            self._note(number, column.lengths, ends, of_length=True)
+            values, ends = column.flat
+        assert isinstance(values, np.ndarray)
+        tried = weight or values.dtype.kind == "i"
+        if tried or (label and values.dtype.kind == "f"):
+            ends = ends * math.prod(values.shape[1:])
+            self._note(number, values.reshape(-1), ends, tried=tried)
 
     def _note(
         self,
@@ -337,19 +313,24 @@ class PartitionWriter:
         tried: bool = True,
     ) -> None:
         """Keep the extremes of ``values``; the values of row i begin at ``offsets[i]``."""
-        known = np.flatnonzero(~np.isnan(values)) if values.dtype.kind == "f" else slice(None)
-        numbers = values[known]
-        if len(numbers) < len(values):
-            place = int(np.flatnonzero(np.isnan(values))[0])
+        places: dict[int, Any] = {}
+        missing = np.flatnonzero(np.isnan(values)) if values.dtype.kind == "f" else values[:0]
+        if len(missing):
+            places[0] = missing[0]
+        if len(missing) < len(values):
+            places |= {-1: np.nanargmin(values), 1: np.nanargmax(values)}
+        for sign, place in places.items():
             row = self.num_rows + int(np.searchsorted(offsets, place, side="right")) - 1
-            keep_extreme(self._extremes, Extreme(number, 0, math.nan, row))
-        if not len(numbers):
-            return
-        for sign, first in ((-1, int(numbers.argmin())), (1, int(numbers.argmax()))):
-            place = first if isinstance(known, slice) else int(known[first])
-            row = self.num_rows + int(np.searchsorted(offsets, place, side="right")) - 1
-            value = values[place].item()
-            keep_extreme(self._extremes, Extreme(number, sign, value, row, of_length, tried))
+            value, looked_at = values[place].item(), tried or not sign
+            keep_extreme(self._extremes, Extreme(number, sign, value, row, of_length, looked_at))
+
+    def filled(self, write: Callable[[], None]) -> SampleHandle:
+        """Return the handle of all rows that ``write`` adds, or a failed one if a row is wrong."""
+        try:
+            write()
+            return self.finish()
+        except RowError as error:
+            return self.fail(error.problem)
 
     def finish(self) -> SampleHandle:
         """Join all rows into one partition and return its handle."""
@@ -366,9 +347,8 @@ class PartitionWriter:
         for partition, chosen in enumerate(np.split(places, ends)):
             part = self._part(chosen, hashes[chosen])
             mine = [e for e in part.extremes if partitions[e.row] == partition]
-            invalid = self.invalid.of(self._source) if partition == 0 else NONE_INVALID
-            adapted = tuple(one.of(self._source) for one in part.adapted)
-            yield replace(part, extremes=tuple(mine), invalid=invalid, adapted=adapted)
+            invalid = NONE_INVALID if partition else self.invalid
+            yield replace(part, extremes=tuple(mine), invalid=invalid)
 
     def fail(self, problem: BadRow) -> SampleHandle:
         """Remove what was written and return a failed handle; call it instead of :meth:`finish`."""

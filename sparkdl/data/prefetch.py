@@ -8,7 +8,6 @@ a GPU, to itself always meets its own replica.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections import OrderedDict
@@ -16,9 +15,6 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-import torch
 
 from sparkdl.data.ragged import Rows
 from sparkdl.process.determinism import times_seeded, work_beside
@@ -47,7 +43,6 @@ class Prefetcher:
         self._thread = ThreadPoolExecutor(1, "sparkdl-ahead", work_beside)
         self._ranges: OrderedDict[Hashable, _Range] = OrderedDict()
         self._slow: set[Hashable] = set()
-        self._quick: set[Hashable] = set()
         self._lock = threading.Lock()
 
     def serve(self, many: int) -> None:
@@ -81,15 +76,12 @@ class Prefetcher:
         """Prepare the rows, and note whether that is slow and may be done in the thread.
 
         It may not if it draws from a global generator, which would disturb the forward pass that runs
-        at the same time. Reading the generators takes as long as gathering a few rows, so it is not
-        repeated for requesters that were quick.
+        at the same time: such work is seeded, see :func:`steadily`, and seedings are counted.
         """
-        states = None if who in self._quick else _random_states()
-        began = time.perf_counter()
+        seeded, began = times_seeded(), time.perf_counter()
         rows = prepare()
         slow = time.perf_counter() - began >= self.worth_seconds
-        (self._quick.discard if slow else self._quick.add)(who)
-        apart = slow and states is not None and states == _random_states()
+        apart = slow and times_seeded() == seeded
         (self._slow.add if apart else self._slow.discard)(who)
         return rows
 
@@ -106,21 +98,6 @@ class Prefetcher:
             while len(self._ranges) > self.max_kept:
                 _, oldest = self._ranges.popitem(last=False)
                 oldest.rows.cancel()
-
-
-def _random_states() -> list[Any]:
-    """Return the states of the global random generators, and how often they were seeded.
-
-    Code may draw from these generators without being handed one.
-    """
-    numpys = np.random.get_state(legacy=False)["state"]
-    return [
-        random.getstate(),
-        numpys["key"].tobytes(),
-        numpys["pos"],
-        torch.get_rng_state().numpy().tobytes(),
-        times_seeded(),
-    ]
 
 
 AHEAD = Prefetcher()

@@ -14,8 +14,9 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from pyspark import TaskContext
@@ -32,9 +33,27 @@ It is a prime number, because a dimension of the model is hardly ever that long.
 """
 
 
+Work = Callable[[int, SampleHandle], Any]
+"""A function of the number and the handle of a partition, which is called where its files are."""
+Run = Callable[[str, Work, Sequence[int]], Sequence[Any]]
+"""A function that returns what work returns for some partitions; the text says what is being done."""
+
+
+@dataclass(frozen=True)
+class OnHandles:
+    """A Spark task over the sample RDD that does the work for each of its partitions."""
+
+    work: Work
+
+    def __call__(self, frames: Iterable[bytes]) -> list[Any]:
+        context = TaskContext.get()
+        assert context is not None
+        return [self.work(context.partitionId(), pickle.loads(frame)) for frame in frames]
+
+
 @dataclass(frozen=True)
 class Preview:
-    """A task over the sample RDD that reads the rows to try, one array or Ragged a field."""
+    """The rows to try, which :meth:`read` reads in each partition, one array or Ragged a field."""
 
     rows: Mapping[int, Sequence[int]]  # by partition, in canonical order
     more: int = 0  # how many of the last rows of the first partition are additional
@@ -62,12 +81,7 @@ class Preview:
 
     def read(self, partition: int, handle: SampleHandle) -> list[Rows]:
         """Return the chosen rows of one partition, which is on this node."""
-        return open_partition(handle).gather(np.array(self.rows[partition]))
-
-    def __call__(self, frames: Iterable[bytes]) -> list[list[Rows]]:
-        context = TaskContext.get()
-        assert context is not None
-        return [self.read(context.partitionId(), pickle.loads(frame)) for frame in frames]
+        return open_partition(handle).gather(np.array(self.rows.get(partition, ()), np.int64))
 
     def join(self, parts: Sequence[Sequence[Rows]]) -> tuple[list[Rows], list[Rows]]:
         """Return the rows to try, one array a field, and these followed by the additional ones."""
@@ -78,6 +92,12 @@ class Preview:
         if not self.more:
             return preview, preview
         return preview, [concatenate(pair) for pair in zip(preview, followed, strict=True)]
+
+
+def looked_at(handles: Sequence[SampleHandle], run: Run) -> tuple[list[Rows], list[Rows]]:
+    """Return :meth:`Preview.join` of samples in place."""
+    preview = Preview.of(handles)
+    return preview.join(run("look at the first samples", preview.read, [*preview.rows]))
 
 
 def row_bytes(fields: Sequence[Field]) -> int:

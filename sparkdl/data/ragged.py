@@ -48,17 +48,17 @@ class Padding:
         The mask of ``input_ids`` is ``attention_mask``, as in transformers; of another input ``NAME``
         it is ``NAME_mask``. The types of ``input_ids`` are ``token_type_ids``.
         """
-        mask, types = f"{name}_mask", f"{name}_types"
+        others = {}
         if name.endswith("input_ids"):
             before = name.removesuffix("input_ids")
-            mask, types = f"{before}attention_mask", f"{before}token_type_ids"
-        return [
-            name,
-            *([f"{name}_values"] if self.form == "indices" else []),
-            *([f"{name}_lengths"] if self.lengths else []),
-            *([mask] if self.mask else []),
-            *([types] if self.types else []),
-        ]
+            others = {"mask": f"{before}attention_mask", "types": f"{before}token_type_ids"}
+        values = [f"{name}_values"] if self.form == "indices" else []
+        return [name, *values, *(others.get(kind, f"{name}_{kind}") for kind in self.extras)]
+
+    @property
+    def extras(self) -> list[str]:
+        """The kinds of inputs that follow the padded one, in their order."""
+        return [kind for kind in ("lengths", "mask", "types") if getattr(self, kind)]
 
 
 @dataclass(frozen=True)
@@ -266,5 +266,5 @@ def padded_lengths(fields: Sequence[Rows], labels: bool = False) -> list[RowLeng
             own = RowLengths(rows.lengths, rows.padding.side == "left")
         found.append(own)
         if rule is not None and not labels:
-            found += [None] * rule.lengths + [own] * (rule.mask + rule.types)
+            found += [None if kind == "lengths" else own for kind in rule.extras]
     return found

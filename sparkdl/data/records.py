@@ -6,13 +6,13 @@ import pickle
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from sparkdl.data.columns.base import Specs, padding_of
-from sparkdl.data.columns.convert import as_array
-from sparkdl.data.columns.numeric import check_weights
+from sparkdl.data.columns.convert import as_array, described
+from sparkdl.data.columns.numeric import weight_array
 from sparkdl.data.fields import Field, dtype_as, with_fields
 from sparkdl.data.partition_writer import PART_BYTES, PartitionWriter
 from sparkdl.data.ragged import Ragged, Rows
@@ -28,7 +28,6 @@ from sparkdl.data.row_errors import (
 from sparkdl.data.sampling import Sampling
 from sparkdl.errors import kind_of
 from sparkdl.slab.root import SlabConfig
-from sparkdl.spark.worker import finish_task
 
 
 @dataclass(frozen=True)
@@ -131,36 +130,6 @@ def _named_values(record: Any) -> Mapping[Any, Any] | None:
     return None
 
 
-def check_alike(
-    parts: Sequence[tuple[str, np.ndarray]],
-    before: Sequence[Sequence[np.ndarray]],
-    row: int,
-    specs: Specs | None,
-    names: Sequence[str] = (),
-) -> None:
-    """Raise :class:`RowError` if the fields of a record differ from those directly ``before`` it.
-
-    ``names`` are those of the very first record; () if they follow from their number.
-    """
-    found = [name for name, _ in parts]
-    if (names and found != list(names)) or (before and len(found) != len(before[0])):
-        wanted = list(names) or feature_names(len(before[0]))
-        text = f"has {', '.join(found)} where row 0 has {', '.join(wanted)}"
-        raise RowError(wanted[0], row, text, SAME_SHAPE)
-    first_row = row - len(before)
-    for (name, value), first in zip(parts, before[0] if before else (), strict=False):
-        varying = int(padding_of(specs, name) is not None)  # the first length may differ
-        same_shape = value.shape[varying:] == first.shape[varying:]
-        if not same_shape or value.dtype != first.dtype:
-            raise RowError(
-                name,
-                row,
-                f"is {value.dtype}{list(value.shape)} where row {first_row} is "
-                f"{first.dtype}{list(first.shape)}",
-                SAME_TYPE if same_shape else SAME_SHAPE,
-            )
-
-
 def split_record(record: Any, labelled: bool, row: int) -> tuple[Any, Any]:
     """Return (features, label) of an RDD's record; if not ``labelled``, a value may be bare."""
     if isinstance(record, Sample):
@@ -193,11 +162,6 @@ def feature_names(count: int) -> list[str]:
     return [name for name, _ in named("features", (None,) * count)]
 
 
-def record_array(value: Any, name: str, row: int, float_dtype: str) -> np.ndarray:
-    """Return a sample's value as an array, see :func:`as_array`."""
-    return as_array(value, name, row, float_dtype, MEND_RECORDS)
-
-
 def record_field(
     value: Any,
     name: str,
@@ -209,7 +173,7 @@ def record_field(
     """Return a sample's value as the array of a field; integers become floats as in ``field``."""
     spec = (specs or {}).get(name)
     if spec is None:
-        array = record_array(value, name, row, float_dtype)
+        array = as_array(value, name, row, float_dtype)
     else:
         array = spec.from_record(value, name, row, float_dtype)
     return array.astype(dtype_as(array.dtype.name, field), copy=False)
@@ -223,22 +187,37 @@ def record_weight(record: Any, row: int, float_dtype: str) -> np.ndarray:
         raise RowError(
             "weight", row, text, "Give Sample(features, label, weight), or train with weight=None."
         )
-    array = record_array(weight, "weight", row, float_dtype)
-    if array.ndim or array.dtype.kind == "b":
-        raise RowError("weight", row, f"is {weight!r}, not one number", MEND_RECORDS)
-    array = array.astype(float_dtype)
-    check_weights(array.reshape(1), "weight", row)
-    return array
+    return weight_array(weight, "weight", row, float_dtype)
+
+
+Parts: TypeAlias = list[tuple[str, np.ndarray]]
+"""The fields of a record, with their names."""
 
 
 def stack_records(
-    names: Sequence[str], records: Sequence[Sequence[np.ndarray]], specs: Specs | None = None
+    records: Sequence[tuple[int, Parts]], names: list[str], specs: Specs | None = None
 ) -> list[Rows]:
-    """Stack the values of several records into the rows of each field."""
+    """Return the rows of each field of records, which come with their numbers and must be alike.
+
+    ``names`` are those of the very first record, and are set to them if there are none yet.
+    """
+    first_row, first = records[0]
+    names += [] if names else [name for name, _ in first]
+    for row, parts in records:
+        found = [name for name, _ in parts]
+        if found != names:
+            text = f"has {', '.join(found)} where row 0 has {', '.join(names)}"
+            raise RowError(names[0], row, text, SAME_SHAPE)
+        for (name, value), (_, wanted) in zip(parts, first, strict=True):
+            varying = int(padding_of(specs, name) is not None)  # the first length may differ
+            same_shape = value.shape[varying:] == wanted.shape[varying:]
+            if not same_shape or value.dtype != wanted.dtype:
+                text = f"is {described(value)} where row {first_row} is {described(wanted)}"
+                raise RowError(name, row, text, SAME_TYPE if same_shape else SAME_SHAPE)
     stacked: list[Rows] = []
-    for name, values in zip(names, zip(*records, strict=True), strict=True):
-        padding = padding_of(specs, name)
-        stacked.append(np.stack(values) if padding is None else Ragged.of(values, padding))
+    for name, values in zip(names, zip(*(parts for _, parts in records), strict=True), strict=True):
+        padding, arrays = padding_of(specs, name), [value for _, value in values]
+        stacked.append(np.stack(arrays) if padding is None else Ragged.of(arrays, padding))
     return stacked
 
 
@@ -265,40 +244,38 @@ class WriteRecords:
 
     def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[bytes]:
         writer = PartitionWriter(self.config, weighted=self.weighted)
-        names: list[str] = []
-        labels: list[int] = []
-        waiting: list[list[np.ndarray]] = []
-        nbytes = 0  # bytes of the waiting records
-        try:
-            for record in records:
-                row = writer.rows_read + len(waiting)
-                try:
-                    parts = self._parts(record, row)
-                except RowError as error:
-                    if self.handling.way == "error":
-                        raise
-                    key = self.names.key_of(record, self.handling.key)
-                    problem = InvalidRow(key, error.problem.column, error.problem.text, row)
-                    writer.note_invalid([problem], left_out=True)
-                    continue
-                if not names:
-                    names = [name for name, _ in parts]
-                    labels = [i for i, name in enumerate(names) if name.startswith("label")]
-                check_alike(parts, waiting, row, self.specs, names)
-                waiting.append([value for _, value in parts])
-                nbytes += sum(value.nbytes for _, value in parts)
-                if len(waiting) == _RDD_BATCH or nbytes >= PART_BYTES:
-                    writer.add(names, stack_records(names, waiting, self.specs), labels=labels)
-                    waiting, nbytes = [], 0
-            if waiting:
-                writer.add(names, stack_records(names, waiting, self.specs), labels=labels)
-            handle = writer.finish()
-        except RowError as error:
-            handle = writer.fail(error.problem)
-        yield pickle.dumps(handle)
-        finish_task()
+        yield pickle.dumps(writer.filled(lambda: self._write(records, writer)))
 
-    def _parts(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
+    def _write(self, records: Iterable[Any], writer: PartitionWriter) -> None:
+        names: list[str] = []
+        waiting: list[tuple[int, Parts]] = []
+        nbytes = 0  # bytes of the waiting records
+
+        def add() -> None:
+            columns = stack_records(waiting, names, self.specs)
+            labels = [i for i, name in enumerate(names) if name.startswith("label")]
+            writer.add(names, columns, labels=labels)
+
+        for record in records:
+            row = writer.rows_read + len(waiting)
+            try:
+                parts = self._parts(record, row)
+            except RowError as error:
+                if self.handling.way == "error":
+                    raise
+                key = self.names.key_of(record, self.handling.key)
+                problem = InvalidRow(key, error.problem.column, error.problem.text, row)
+                writer.note_invalid([problem], left_out=True)
+                continue
+            waiting.append((row, parts))
+            nbytes += sum(value.nbytes for _, value in parts)
+            if len(waiting) == _RDD_BATCH or nbytes >= PART_BYTES:
+                add()
+                waiting, nbytes = [], 0
+        if waiting:
+            add()
+
+    def _parts(self, record: Any, row: int) -> Parts:
         given = record
         record = self.names.sample(record, row, 0 if self.labelled else None)
         features, label = split_record(record, self.labelled, row)

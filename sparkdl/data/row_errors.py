@@ -26,12 +26,15 @@ SAME_TYPE = (
 )
 
 
-def varying(column: str) -> str:
-    """Return the remedy for arrays of different lengths."""
-    return (
-        f'{SAME_SHAPE} Rows of varying length are padded with columns={{"{column}": '
-        "sparkdl.Sequence()}."
-    )
+def columns_with(name: str, spec: object) -> str:
+    """Return the argument that gives a column this specification, as a message shows it."""
+    return f'columns={{"{name}": sparkdl.{spec}}}'
+
+
+def varying(column: str, before: str = SAME_SHAPE) -> str:
+    """Return the remedy for arrays of different lengths; ``before`` says what else to do."""
+    padded = f"Rows of varying length are padded with {columns_with(column, 'Sequence()')}."
+    return f"{before} {padded}"
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Adapted:
     spec: Any  # a ColumnSpec
     problem: BadRow | None = None  # of a label: the first row that could not be read otherwise
 
-    def of(self, partition: int) -> Adapted:
+    def of(self, partition: int | None) -> Adapted:
         """Return it as of a partition of the data as read."""
         problem = None if self.problem is None else replace(self.problem, partition=partition)
         return replace(self, problem=problem)
@@ -98,7 +101,7 @@ class InvalidRows:
         first = (*self.first, *other.first)[:FIRST]
         return InvalidRows(self.count + other.count, self.left_out + other.left_out, first)
 
-    def of(self, partition: int) -> InvalidRows:
+    def of(self, partition: int | None) -> InvalidRows:
         """Return the rows as those of a partition of the data as read."""
         return replace(self, first=tuple(replace(row, partition=partition) for row in self.first))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -112,12 +113,16 @@ def canonical_order(
         assert contents is not None
         places = np.concatenate([np.arange(starts[i], stops[i]) for i in range(first, last)])
         rows = order[places]
-        if len(rows) <= rows_at_once:
-            found = contents(rows).tolist()
-            tie = np.repeat(np.arange(last - first), (stops - starts)[first:last]).tolist()
-            order[places] = rows[sorted(range(len(rows)), key=lambda i: (tie[i], found[i]))]
-        else:
-            order[places] = _sort_many(rows, contents, rows_at_once)
+        known: dict[Any, int] = {}  # a tie is nearly always one row that is repeated
+        numbers = [
+            known.setdefault(content, len(known))
+            for begin in range(0, len(rows), rows_at_once)
+            for content in contents(rows[begin : begin + rows_at_once]).tolist()
+        ]
+        ranks = np.empty(len(known), np.int64)
+        ranks[[known[content] for content in sorted(known)]] = np.arange(len(known))
+        tie = np.repeat(np.arange(last - first), (stops - starts)[first:last])
+        order[places] = rows[np.lexsort((ranks[numbers], tie))]
     return order
 
 
@@ -140,21 +145,6 @@ def _runs(sizes: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
         total += size
     if len(sizes):
         yield first, len(sizes)
-
-
-def _sort_many(
-    rows: np.ndarray, contents: Callable[[np.ndarray], np.ndarray], limit: int
-) -> np.ndarray:
-    """Sort one tie that is too large to hold; nearly always this is one row repeated many times."""
-    blocks = [rows[i : i + limit] for i in range(0, len(rows), limit)]
-    distinct: set[bytes] = set()
-    for block in blocks:
-        distinct.update(contents(block).tolist())
-    if len(distinct) == 1:
-        return rows
-    rank = {content: i for i, content in enumerate(sorted(distinct))}
-    ranks = [rank[content] for block in blocks for content in contents(block).tolist()]
-    return rows[np.argsort(ranks, kind="stable")]
 
 
 def checksum(hashes: np.ndarray) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import pyarrow as pa
 from pyspark import RDD
@@ -28,7 +31,7 @@ from sparkdl.data.arrow_tasks import (
     ship_batches,
 )
 from sparkdl.data.columns.base import Column, Specs
-from sparkdl.data.equal_rows import DeletePartitions, RepeatedRows
+from sparkdl.data.equal_rows import SPREAD, SpreadRows, delete_partition
 from sparkdl.data.fields import (
     Field,
     SampleHandle,
@@ -37,8 +40,8 @@ from sparkdl.data.fields import (
     check_total_weight,
 )
 from sparkdl.data.partition_writer import WrittenRows, join_partition
-from sparkdl.data.preview import Preview
-from sparkdl.data.ragged import Rows
+from sparkdl.data.preview import OnHandles, Run, Work, looked_at
+from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.records import Names, WriteRecords
 from sparkdl.data.row_errors import AS_ERRORS, BadRow, Handling
 from sparkdl.data.sampling import Draws, Sampling
@@ -93,6 +96,24 @@ class SampleSet:
         return (*self.fields[:end], *(self.fields[-1:] if self.weighted else ()))
 
 
+def check_sides(fields: Sequence[Field], rows: Sequence[Rows]) -> None:
+    """Raise DataError for columns that are as long as each other in every row, as tokens and their
+    labels, and padded on different sides."""
+    varying = [
+        (one, one.padding.side, values.lengths.tolist())
+        for one, values in zip(fields, rows, strict=True)
+        if one.padding is not None and isinstance(values, Ragged)
+    ]
+    for (one, side, lengths), (other, others, same) in itertools.combinations(varying, 2):
+        if side != others and lengths == same and len({*lengths}) > 1:
+            raise DataError(
+                f'"{one.name}" is padded on the {side} and "{other.name}" on the {others}, and both '
+                "are equally long in each row, so their elements would not be side by side: give both "
+                'the same padding_side=, as in columns={"labels": sparkdl.Sequence(padding=-100, '
+                'padding_side="left")}.'
+            )
+
+
 def fields_of_handles(handles: Sequence[SampleHandle]) -> tuple[Field, ...]:
     """Return the fields of the samples, at least one of which must be there."""
     return next(handle.fields for handle in handles if handle.num_rows)
@@ -101,14 +122,14 @@ def fields_of_handles(handles: Sequence[SampleHandle]) -> tuple[Field, ...]:
 def sample_set(
     rdd: RDD | None,
     handles: Sequence[SampleHandle],
+    run: Run,
     num_features: int,
     weighted: bool,
-    rows: tuple[list[Rows], list[Rows]],
     noun: str = "column",
     sampled: bool = False,
     columns: Specs | None = None,
 ) -> SampleSet:
-    """Return the description of samples in place; ``rows`` are its preview and ``more``.
+    """Return the description of samples in place, some rows of which are looked at.
 
     If ``sampled``, there is a field to draw by. ``columns`` are the specifications to read by.
     """
@@ -116,7 +137,8 @@ def sample_set(
     if weighted:
         check_total_weight(handles, len(fields) - 1, f'{noun} "{fields[-1].name}"')
     num_labels = len(fields) - num_features - weighted - sampled
-    preview, more = rows
+    preview, more = looked_at(handles, run)
+    check_sides(fields, more)
     return SampleSet(
         *(rdd, tuple(handles), fields, num_features, preview, num_labels, weighted, more),
         columns={**(columns or {}), **adapted_specs(handles)},
@@ -201,13 +223,18 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
         nonlocal rdd, to_spread
         handles = _handles(rdd)
         if to_spread:
-            rdd, handles = _spread(source, written, rdd, handles, persist)
+            run = _run_on(rdd, handles)
+            spread = SpreadRows.of(source.slab, handles, run)
+            if spread is not None:  # partitions are written again from the same shuffle
+                stay = isinstance(source.data, DataFrame) and is_local(rdd.ctx)  # see JoinParts
+                run(SPREAD, partial(delete_partition, not stay), range(len(handles)))
+                rdd.unpersist()
+                rdd = persist(map_frames(written, spread))
+                handles = _handles(rdd)
             to_spread = False
         if moved:
             forget_last_shuffle(rdd)  # so that a recomputed partition writes its own files
-        check_handles(handles, source.noun, source.place_of)
-        preview = Preview.of(handles)
-        return _sample_set(source, rdd, handles, preview.join(_previewed(rdd, preview, handles)))
+        return _sample_set(source, rdd, handles, _run_on(rdd, handles))
 
     for _ in range(MAX_READINGS):
         try:
@@ -219,57 +246,30 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
     raise deleted_without_end("reading the data", source.slab)
 
 
-def _previewed(
-    rdd: RDD, preview: Preview, handles: Sequence[SampleHandle]
-) -> Sequence[Sequence[Rows]]:
-    """Return the rows of a preview by partition; in local mode the driver reads the files itself."""
-    if not is_local(rdd.ctx):
-        with stage_name(rdd.ctx, "look at the first samples"):
-            return rdd.ctx.runJob(rdd, preview, list(preview.rows))
-    try:
-        return [preview.read(partition, handles[partition]) for partition in preview.rows]
-    except (StaleReferenceError, FileNotFoundError) as gone:
-        raise StateLostError(f"looking at the first samples: {gone}") from None
+def _run_on(rdd: RDD, handles: Sequence[SampleHandle]) -> Run:
+    """Return the way to do work where samples are; in local mode the driver does it itself."""
+
+    def run(doing: str, work: Work, partitions: Sequence[int]) -> Sequence[Any]:
+        if not is_local(rdd.ctx):
+            with stage_name(rdd.ctx, doing):
+                return rdd.ctx.runJob(rdd, OnHandles(work), partitions)
+        try:
+            return _run_here(handles, doing, work, partitions)
+        except (StaleReferenceError, FileNotFoundError) as gone:
+            raise StateLostError(f"looking at the first samples: {gone}") from None
+
+    return run
+
+
+def _run_here(
+    handles: Sequence[SampleHandle], doing: str, work: Work, partitions: Sequence[int]
+) -> list[Any]:
+    return [work(partition, handles[partition]) for partition in partitions]
 
 
 def _handles(rdd: RDD) -> list[SampleHandle]:
     with stage_name(rdd.ctx, "write samples into slabs"):
         return [pickle.loads(frame) for frame in collect_frames(rdd)]
-
-
-def _spread(
-    source: Source,
-    written: RDD,
-    rdd: RDD,
-    handles: list[SampleHandle],
-    persist: Callable[[RDD], RDD],
-) -> tuple[RDD, list[SampleHandle]]:
-    """Return the persisted ``written`` and its handles, after equal rows were spread, if many are.
-
-    See [Note: equal rows]. Partitions are written again from the same shuffle.
-    """
-    repeated = RepeatedRows.of(handles)
-    if repeated is None:
-        return rdd, handles
-    preview = repeated.preview()
-    with stage_name(rdd.ctx, "spread equal rows"):
-        task = repeated.spread(source.slab, rdd.ctx.runJob(rdd, preview, list(preview.rows)))
-        stay = isinstance(source.data, DataFrame) and is_local(rdd.ctx)  # rows stay, see JoinParts
-        rdd.ctx.runJob(rdd, DeletePartitions(rows=not stay))
-    rdd.unpersist()
-    rdd = persist(map_frames(written, task))
-    return rdd, _handles(rdd)
-
-
-def _spread_here(source: Source, handles: list[SampleHandle]) -> list[SampleHandle]:
-    """Return the handles after equal rows were spread, if many are, in this process."""
-    repeated = RepeatedRows.of(handles)
-    if repeated is None:
-        return handles
-    preview = repeated.preview()
-    parts = [preview.read(home, handles[home]) for home in preview.rows]
-    task = repeated.spread(source.slab, parts)
-    return [task.changed(partition, handle) for partition, handle in enumerate(handles)]
 
 
 def materialize_here(source: Source) -> SampleSet:
@@ -292,12 +292,11 @@ def _read_here(source: Source) -> SampleSet:
         collected, moved = records.glom().collect(), records is not source.data
         task_of_records = source.records_task
         handles = [pickle.loads(next(task_of_records(m, part))) for m, part in enumerate(collected)]
-    if moved:
-        handles = _spread_here(source, handles)
-    check_handles(handles, source.noun, source.place_of)
-    preview = Preview.of(handles)
-    first = [preview.read(partition, handles[partition]) for partition in preview.rows]
-    return _sample_set(source, None, handles, preview.join(first))
+    run = partial(_run_here, handles)
+    spread = SpreadRows.of(source.slab, handles, run) if moved else None
+    if spread is not None:
+        handles = run("", spread.changed, range(len(handles)))
+    return _sample_set(source, None, handles, partial(_run_here, handles))
 
 
 def deleted_without_end(doing: str, slab: SlabConfig) -> TrainingError:
@@ -311,12 +310,10 @@ def deleted_without_end(doing: str, slab: SlabConfig) -> TrainingError:
 
 
 def _sample_set(
-    source: Source,
-    rdd: RDD | None,
-    handles: list[SampleHandle],
-    rows: tuple[list[Rows], list[Rows]],
+    source: Source, rdd: RDD | None, handles: list[SampleHandle], run: Run
 ) -> SampleSet:
-    weighted = source.weight is not None
+    check_handles(handles, source.noun, source.place_of)
+    weighted, sampled = source.weight is not None, source.sampling is not None
     if isinstance(source.data, DataFrame):
         num_features = len(source.features)
     else:
@@ -328,9 +325,8 @@ def _sample_set(
                 f'columns names "{unknown[0]}", which is not a field of the records. They have: '
                 f"{', '.join(f.name for f in fields)}."
             )
-    sampled = source.sampling is not None
     return sample_set(
-        rdd, handles, num_features, weighted, rows, source.noun, sampled, source.columns
+        rdd, handles, run, num_features, weighted, source.noun, sampled, source.columns
     )
 
 

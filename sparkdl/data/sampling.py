@@ -9,23 +9,22 @@ Spirakis, "Weighted random sampling with a reservoir", Information Processing Le
 from __future__ import annotations
 
 import hashlib
-import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.columns.base import Column, ColumnSpec, DataType
-from sparkdl.data.columns.convert import as_array
-from sparkdl.data.columns.numeric import check_weights, numeric_column, to_numpy
+from sparkdl.data.columns.base import Column, ColumnSpec, DataType, check_values
+from sparkdl.data.columns.numeric import to_numpy, weight_array, weight_column
 from sparkdl.data.epoch import apportion, generator
 from sparkdl.data.fields import Field, SampleHandle
 from sparkdl.data.partition_reader import MappedPartition, open_partition
+from sparkdl.data.ragged import Rows
 from sparkdl.data.row_errors import MEND_RECORDS, RowError, drop, refuse_nulls
-from sparkdl.errors import DataError, ParameterError, raise_all, shown
+from sparkdl.errors import DataError
 from sparkdl.plain import is_whole, make_plain
 
 MOST_VALUES = 4096
@@ -101,16 +100,13 @@ def _numbered(rows: np.ndarray, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Tally:
-    """A task over samples in place: the values of a field and how often each occurs, by partition."""
+    """The values of a field and how often each occurs, which :meth:`read` counts in a partition."""
 
     field: int
     weights: bool = False
     """Count those above 0 alone; before them come the sum of all and the number of rows."""
 
-    def __call__(self, frames: Iterable[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [self.read(pickle.loads(frame)) for frame in frames]
-
-    def read(self, handle: SampleHandle) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, partition: int, handle: SampleHandle) -> tuple[np.ndarray, np.ndarray]:
         """Return the tally of one partition, which is on this node."""
         values: Any = np.zeros(0, np.float64 if self.weights else np.int64)
         if handle.num_rows:
@@ -140,10 +136,62 @@ def counts_of(tallies: Tallies) -> tuple[np.ndarray, np.ndarray]:
     return values, counts
 
 
+class _Key(ColumnSpec):
+    """The value of a column as a whole number: itself, or a hash of what is none."""
+
+    def resolve(
+        self, name: str, data_type: DataType, float_dtype: str, trained: Field | None
+    ) -> Column | str:
+        if data_type.typeName() in ("array", "map", "struct", "udt", "variant"):
+            return f"is of type {data_type.simpleString()}: balance over numbers or text."
+        return Column(name, "int64", spec=self)
+
+    def convert(self, array: pa.Array, column: Column, first_row: int) -> np.ndarray:
+        refuse_nulls(array, column.name, first_row)
+        if pa.types.is_floating(array.type):
+            nan = np.flatnonzero(np.isnan(array.to_numpy(zero_copy_only=False)))
+            if len(nan):
+                raise RowError(column.name, first_row + int(nan[0]), "is NaN", drop(column.name))
+        encoded = array.dictionary_encode()
+        keys = np.array([_key(value) for value in encoded.dictionary.to_pylist()], np.int64)
+        return keys[encoded.indices.to_numpy()]
+
+    def from_record(self, value: Any, name: str, row: int, float_dtype: str) -> np.ndarray:
+        value = value.item() if hasattr(value, "item") and np.ndim(value) == 0 else value
+        if value is None or isinstance(value, (list, tuple, dict)) or np.ndim(value):
+            raise RowError(name, row, f"is {value!r}, not a number or text", MEND_RECORDS)
+        return np.array(_key(value), np.int64)
+
+
+def _key(value: Any) -> int:
+    if isinstance(value, int):
+        return int(value)
+    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+class _Weight(ColumnSpec):
+    """A weight to draw by, in float64."""
+
+    def resolve(
+        self, name: str, data_type: DataType, float_dtype: str, trained: Field | None
+    ) -> Column | str:
+        column = weight_column(name, data_type, "float64", None)
+        return column if isinstance(column, str) else Column(name, "float64", spec=self)
+
+    def convert(self, array: pa.Array, column: Column, first_row: int) -> Rows:
+        return to_numpy(array, Column(column.name, "float64", weight=True), first_row)
+
+    def from_record(self, value: Any, name: str, row: int, float_dtype: str) -> np.ndarray:
+        return weight_array(value, name, row, "float64")
+
+
 @dataclass(frozen=True)
 class Sampling(ABC):
     """The base of what ``Trainer(sampling=...)`` takes."""
 
+    spec: ClassVar[ColumnSpec]
+    """How the column is read."""
     column: str
     """The column that decides; the model does not get it unless it is a feature, too."""
     replacement: bool = True
@@ -153,22 +201,16 @@ class Sampling(ABC):
 
     def __post_init__(self) -> None:
         make_plain(self)
-        problems = []
-        if not isinstance(self.column, str) or not self.column:
-            problems.append(f"column={shown(self.column)}: give the name of a column.")
-        if self.rows is not None and not is_whole(self.rows, 1):
-            problems.append(f"rows={shown(self.rows)}: give a whole number of at least 1, or None.")
-        name = type(self).__name__
-        raise_all(ParameterError, [f"{name}: {problem}" for problem in problems])
+        rows = self.rows is None or is_whole(self.rows, 1)
+        check_values(
+            self,
+            ("column: give the name of a column.", isinstance(self.column, str) and self.column),
+            ("rows: give a whole number of at least 1, or None.", rows),
+        )
 
-    @property
-    @abstractmethod
-    def spec(self) -> ColumnSpec:
-        """How the column is read."""
-
-    @abstractmethod
     def tally(self, field: int) -> Tally:
         """Return the task that counts what :meth:`draws` needs."""
+        return Tally(field, isinstance(self.spec, _Weight))
 
     @abstractmethod
     def draws(self, field: int, tallies: Tallies) -> Draws:
@@ -184,13 +226,7 @@ class Balanced(Sampling):
     drawn anew in each epoch; ``rows`` can make them fewer.
     """
 
-    @property
-    def spec(self) -> ColumnSpec:
-        """See :class:`Sampling`, as for the methods below."""
-        return _Key()
-
-    def tally(self, field: int) -> Tally:
-        return Tally(field)
+    spec = _Key()
 
     def draws(self, field: int, tallies: Tallies) -> Draws:
         values, counts = counts_of(tallies)
@@ -227,21 +263,14 @@ class Weighted(Sampling):
     epoch without sampling.
     """
 
+    spec = _Weight()
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.replacement and self.rows is None:
-            raise ParameterError(
-                "Weighted: replacement=False needs rows=, the rows of an epoch: each row once is an "
-                "epoch without sampling."
-            )
-
-    @property
-    def spec(self) -> ColumnSpec:
-        """See :class:`Sampling`, as for the methods below."""
-        return _Weight()
-
-    def tally(self, field: int) -> Tally:
-        return Tally(field, weights=True)
+        rule = (
+            "replacement: give rows=, the rows of an epoch; each row once is one without sampling."
+        )
+        check_values(self, (rule, self.replacement or self.rows is not None))
 
     def draws(self, field: int, tallies: Tallies) -> Draws:
         sums = np.array([float(values[0]) for values, _ in tallies])
@@ -291,65 +320,3 @@ def _rounded(shares: np.ndarray, most: np.ndarray) -> np.ndarray:
     rest = np.where(whole < most, shares - whole, -np.inf)
     whole[np.argsort(-rest, kind="stable")[:missing]] += 1
     return whole
-
-
-class _Key(ColumnSpec):
-    """The value of a column as a whole number: itself, or a hash of what is none."""
-
-    def resolve(
-        self, name: str, data_type: DataType, float_dtype: str, trained: Field | None
-    ) -> Column | str:
-        if data_type.typeName() in ("array", "map", "struct", "udt", "variant"):
-            return f"is of type {data_type.simpleString()}: balance over numbers or text."
-        return Column(name, "int64", spec=self)
-
-    def convert(self, array: pa.Array, column: Column, first_row: int) -> np.ndarray:
-        refuse_nulls(array, column.name, first_row)
-        if pa.types.is_floating(array.type):
-            nan = np.flatnonzero(np.isnan(array.to_numpy(zero_copy_only=False)))
-            if len(nan):
-                raise RowError(column.name, first_row + int(nan[0]), "is NaN", drop(column.name))
-        encoded = array.dictionary_encode()
-        keys = np.array([_key(value) for value in encoded.dictionary.to_pylist()], np.int64)
-        return keys[encoded.indices.to_numpy()]
-
-    def from_record(self, value: Any, name: str, row: int, float_dtype: str) -> np.ndarray:
-        value = value.item() if hasattr(value, "item") and np.ndim(value) == 0 else value
-        if value is None or isinstance(value, (list, tuple, dict)) or np.ndim(value):
-            raise RowError(name, row, f"is {value!r}, not a number or text", MEND_RECORDS)
-        return np.array(_key(value), np.int64)
-
-
-def _key(value: Any) -> int:
-    if isinstance(value, int):
-        return int(value)
-    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
-
-
-class _Weight(ColumnSpec):
-    """A weight to draw by, in float64."""
-
-    def resolve(
-        self, name: str, data_type: DataType, float_dtype: str, trained: Field | None
-    ) -> Column | str:
-        column = numeric_column(name, data_type, "float64", None)
-        if isinstance(column, str):
-            return column
-        if column.depth or column.dtype == "bool":
-            return f"is of type {data_type.simpleString()}: a weight is one number."
-        return Column(name, "float64", spec=self)
-
-    def convert(self, array: pa.Array, column: Column, first_row: int) -> np.ndarray:
-        values = to_numpy(array, replace(column, spec=None), first_row)
-        assert isinstance(values, np.ndarray)
-        check_weights(values, column.name, first_row)
-        return values
-
-    def from_record(self, value: Any, name: str, row: int, float_dtype: str) -> np.ndarray:
-        array = as_array(value, name, row, "float64", MEND_RECORDS)
-        if array.ndim:
-            raise RowError(name, row, f"is {value!r}, not one number", MEND_RECORDS)
-        array = array.astype(np.float64)
-        check_weights(array.reshape(1), name, row)
-        return array

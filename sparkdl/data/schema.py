@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Names
 from dataclasses import replace
-from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from sparkdl.data.columns.base import KINDS, Column, ColumnSpec, Specs, default_spec
 from sparkdl.data.columns.numeric import numeric_column, weight_column
 from sparkdl.data.fields import Field
+from sparkdl.data.row_errors import columns_with
 from sparkdl.data.sampling import Sampling
 from sparkdl.errors import DataError, kind_of, nearest, raise_all
 
@@ -38,57 +38,9 @@ def columns_of(
     specs: Specs | None = None,
     fields: Names[Field] = (),
 ) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
-    """Return the feature and label columns of a DataFrame; see :func:`read_schema`."""
-    return read_schema(schema, features, label, None, float_dtype, specs, fields)[:2]
-
-
-def read_schema(
-    schema: StructType,
-    features: Names[str],
-    label: Names[str],
-    weight: str | None,
-    float_dtype: str,
-    specs: Specs | None = None,
-    fields: Names[Field] = (),
-) -> tuple[tuple[Column, ...], tuple[Column, ...], tuple[Column, ...]]:
-    """Return the feature columns, the label columns and the weight (none or one) of a DataFrame.
-
-    Integers become floats where the trained ``fields`` have floats. One error lists all problems.
-    """
-    problems: list[str] = []
-    found: list[list[Column]] = []
-    weights = () if weight is None else (weight,)
-    trained = chain(fields, repeat(None))
-    for role, names in (("feature", features), ("label", label), ("weight", weights)):
-        columns = []
-        for name, field in zip(names, trained, strict=False):
-            if name not in schema.names:
-                problems.append(
-                    f'{role} column "{name}" is missing.'
-                    + _hint(name, schema)
-                    + f" The DataFrame has: {', '.join(schema.names) or 'no columns'}."
-                    + ("" if fields else _WITHOUT.get(role, ""))
-                )
-                continue
-            spec = (specs or {}).get(name) if role != "weight" else None
-            beside = () if spec is None else spec.beside
-            if missing := [other for other in beside if other not in schema.names]:
-                problems.append(
-                    f'column "{missing[0]}", which columns["{name}"] names, is missing.'
-                    f"{_hint(missing[0], schema)} The DataFrame has: {', '.join(schema.names)}."
-                )
-                continue
-            kind: DataType = schema[name].dataType
-            if beside:
-                kind = type(schema)([schema[one] for one in (name, *beside)])
-            column = _resolved(name, kind, float_dtype, spec, role, field)
-            if isinstance(column, str):
-                problems.append(f'{role} column "{name}" {column}')
-            else:
-                columns.append(replace(column, label=role == "label"))
-        found.append(columns)
-    raise_all(DataError, problems)
-    return tuple(found[0]), tuple(found[1]), tuple(found[2])
+    """Return the feature and label columns of a DataFrame; see :func:`sample_columns`."""
+    columns = sample_columns(schema, features, label, None, float_dtype, specs, None, fields)
+    return columns[: len(features)], columns[len(features) :]
 
 
 def sample_columns(
@@ -97,29 +49,67 @@ def sample_columns(
     label: Names[str],
     weight: str | None,
     float_dtype: str,
-    specs: Specs | None,
-    sampling: Sampling | None,
+    specs: Specs | None = None,
+    sampling: Sampling | None = None,
     fields: Names[Field] = (),
 ) -> tuple[Column, ...]:
-    """Return the columns of a sample: features, labels, what rows are drawn by, and the weight."""
-    inputs, labels, weights = read_schema(
-        schema, features, label, weight, float_dtype, specs, fields
-    )
-    drawn = [] if sampling is None else [_sampling_column(schema, sampling.column, sampling.spec)]
-    return (*inputs, *labels, *drawn, *weights)
+    """Return the columns of a sample: features, labels, what rows are drawn by, and the weight.
+
+    Integers become floats where the trained ``fields`` have floats. One error lists all problems.
+    """
+    problems, columns, trained = [], [], iter(fields)
+    drawn = () if sampling is None else (sampling.column,)
+    roles = {"feature": features, "label": label, "sampling": drawn, "weight": (weight,)}
+    for role, name in [(role, name) for role, names in roles.items() for name in names if name]:
+        if role == "sampling" and sampling is not None:
+            found = _column(schema, name, role, "float64", sampling.spec, None)
+        else:
+            spec = None if role == "weight" else (specs or {}).get(name)
+            found = _column(schema, name, role, float_dtype, spec, next(trained, None))
+        if isinstance(found, str):
+            known = fields or name in schema.names
+            problems.append(found if known else found + _WITHOUT.get(role, ""))
+        else:
+            # a row without the column that it is drawn by has no stand-in either
+            columns.append(replace(found, label=role in ("label", "sampling")))
+    raise_all(DataError, problems)
+    return tuple(columns)
 
 
-def _sampling_column(schema: StructType, name: str, spec: ColumnSpec) -> Column:
-    """Return the column by which rows are drawn. Raises DataError."""
-    if name not in schema.names:
-        raise DataError(
-            f'sampling column "{name}" is missing.{_hint(name, schema)} The DataFrame has: '
+def _column(
+    schema: StructType,
+    name: str,
+    role: str,
+    float_dtype: str,
+    spec: ColumnSpec | None,
+    trained: Field | None,
+) -> Column | str:
+    """Return the column that follows from specification, role and type, or what is wrong with it."""
+    names = (name, *(() if spec is None else spec.beside))
+    if missing := [one for one in names if one not in schema.names]:
+        what = f'{role} column "{name}"'
+        if missing[0] != name:
+            what = f'column "{missing[0]}", which columns["{name}"] names,'
+        return (
+            f"{what} is missing.{_hint(missing[0], schema)} The DataFrame has: "
             f"{', '.join(schema.names) or 'no columns'}."
         )
-    column = spec.resolve(name, schema[name].dataType, "float64", None)
-    if isinstance(column, str):
-        raise DataError(f'sampling column "{name}" {column}')
-    return replace(column, label=True)  # a row without it has no stand-in
+    kind: DataType = schema[name].dataType
+    if len(names) > 1:
+        kind = type(schema)([schema[one] for one in names])
+    if spec is None and role == "feature":
+        spec = default_spec(kind)
+    if spec is not None:
+        column = spec.resolve(name, kind, float_dtype, trained)
+    elif kind.typeName() == "binary":
+        column = (
+            "is of type binary, which cannot become a tensor by itself: say what it holds, as "
+            f"{columns_with(name, 'Image()')} for encoded images, or with sparkdl.Convert(function)."
+        )
+    else:
+        read = weight_column if role == "weight" else numeric_column
+        column = read(name, kind, float_dtype, trained)
+    return f'{role} column "{name}" {column}' if isinstance(column, str) else column
 
 
 def _hint(name: str, schema: StructType) -> str:
@@ -135,29 +125,6 @@ _WITHOUT = {
     "label": " To train without a label, set label=None.",
     "weight": " To train without weights, set weight=None.",
 }
-
-
-def _resolved(
-    name: str,
-    data_type: DataType,
-    float_dtype: str,
-    spec: ColumnSpec | None,
-    role: str,
-    trained: Field | None,
-) -> Column | str:
-    """Return the column that follows from specification, role and type, or what is wrong with it."""
-    if spec is None and role == "feature":
-        spec = default_spec(data_type)
-    if spec is not None:
-        return spec.resolve(name, data_type, float_dtype, trained)
-    if data_type.typeName() == "binary":
-        return (
-            "is of type binary, which cannot become a tensor by itself: say what it holds, as "
-            f'columns={{"{name}": sparkdl.Image()}} for encoded images, or with '
-            "sparkdl.Convert(function)."
-        )
-    read = weight_column if role == "weight" else numeric_column
-    return read(name, data_type, float_dtype, trained)
 
 
 _INDEX = re.compile(r"\[\d+\]$")

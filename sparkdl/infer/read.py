@@ -20,8 +20,8 @@ from sparkdl.data.fields import Field, with_fields
 from sparkdl.data.ragged import Ragged, Rows, concatenate
 from sparkdl.data.records import (
     Names,
+    Parts,
     Sample,
-    check_alike,
     feature_names,
     named,
     record_field,
@@ -179,16 +179,10 @@ class ReadRecords:
         self, records: Sequence[Any], first_row: int = 0, names: list[str] | None = None
     ) -> list[Rows]:
         """Return the tensors of records, which must be alike. Raises RowError."""
-        waiting: list[list[np.ndarray]] = []
-        names = [] if names is None else names
-        for row, record in enumerate(records, first_row):
-            values = self._fields(record, row)
-            names += [] if names else [name for name, _ in values]
-            check_alike(values, waiting, row, self.specs, names)
-            waiting.append([value for _, value in values])
-        return stack_records(names, waiting, self.specs)
+        parts = [(row, self._fields(record, row)) for row, record in enumerate(records, first_row)]
+        return stack_records(parts, [] if names is None else names, self.specs)
 
-    def _fields(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
+    def _fields(self, record: Any, row: int) -> Parts:
         """Return the names and arrays of a record, features first, then labels."""
         if self.names.label:
             record = self.names.sample(record, row, 0)

@@ -52,6 +52,7 @@ from sparkdl.infer.read import (
 )
 from sparkdl.model.recipe import Part, Signature, problems_of_part
 from sparkdl.plain import is_whole, plain
+from sparkdl.session import context_of, is_connected
 from sparkdl.spark.worker import finish_task, mistakes_told_briefly
 from sparkdl.usercode import accompanied
 
@@ -115,8 +116,10 @@ class Inputs:
     def reader(self, data: DataFrame | RDD, rows: int, trained: ModelData | None = None) -> Reader:
         """Return how ``data`` is read, for batches of so many ``rows``; with the labels of ``trained``.
 
-        Raises DataError.
+        Raises DataError, or SessionError if its session was stopped.
         """
+        if not is_connected(data):
+            context_of(data)
         label: tuple[str, ...] = ()
         fields, count = self.fields, len(self.names)
         if trained is not None:

@@ -63,7 +63,8 @@ _YAML = (".yaml", ".yml")
 
 
 def defaults_of(command: str) -> dict[str, Any]:
-    """Return the keys of a command with their defaults."""
+    """Return the keys of a command with their defaults. Raises ParameterError without the libraries."""
+    optional_library("omegaconf", "a job", "jobs")
     import yaml
 
     keys: dict[str, Any] = yaml.safe_load(_KEYS.get(command, _TRAINING))
@@ -89,12 +90,11 @@ def parse(
 
     Add to ``lines`` where each key is given, for messages. Raises ParameterError.
     """
-    optional_library("omegaconf", "a job", "jobs")
+    defaults, words, given = defaults_of(command), [*arguments], dict[str, Any]()
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    defaults, words, given = defaults_of(command), [*arguments], dict[str, Any]()
     options: dict[str, Any] = {each.split()[0]: None if " " in each else False for each in names}
     while words:
         name, equals, text = words.pop(0).partition("=")
@@ -103,9 +103,8 @@ def parse(
             options[key] = True
             continue
         if key == name or not (equals or (words and not words[0].startswith("--"))):
-            raise ParameterError(
-                f"{name}: give --KEY VALUE; sparkdl {command} --help lists all keys."
-            )
+            form = f"--config {name}" if name.endswith(_YAML) else "--KEY VALUE"
+            raise ParameterError(f"{name}: give {form}; sparkdl {command} --help lists all keys.")
         text = text if equals else words.pop(0)
         if key in options:
             options[key] = text

@@ -88,7 +88,7 @@ def _run(arguments: list[str], lines: dict[str, str]) -> None:
             f'unknown command "{name}".{nearest(name, COMMANDS)} Known: {", ".join(COMMANDS)}.'
         )
     elif name in ("archive", "report", "session"):
-        __main__.main(arguments)
+        __main__.main(arguments, "sparkdl")
     elif {"-h", "--help"} & {*rest}:
         _print_help(name)
     elif name == "conf":
@@ -108,14 +108,15 @@ def _run(arguments: list[str], lines: dict[str, str]) -> None:
 
 def _print_help(name: str) -> None:
     """Print the options and keys of a command."""
+    keys = config.defaults_of(name) if name in _OPTIONS else None
     print(f"usage: sparkdl {name} ...: {COMMANDS[name]}")
     for option in _OPTIONS.get(name, ()):
         print(f"  --{option:<16}{_HELP[option]}")
-    if name in _OPTIONS:
+    if keys is not None:
         import yaml
 
         print("\nKeys, such as --trainer.epochs 5, with their defaults; ??? must be given:\n")
-        print(yaml.safe_dump(config.defaults_of(name), sort_keys=False))
+        print(yaml.safe_dump(keys, sort_keys=False))
 
 
 def _copy(file: str, copy: str) -> None:

@@ -12,7 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -113,6 +113,41 @@ class MeanMetric(Metric):
 
     def is_empty(self, state: tuple[float, float]) -> bool:
         return not state[1]
+
+
+@dataclass(frozen=True)
+class Folded(Metric):
+    """A metric whose state is that of one batch, joined with those of others; None before the first."""
+
+    name: str
+    unlike: ClassVar[str] = "all batches must have the same number of columns or classes"
+
+    def batch(self, output: torch.Tensor, target: torch.Tensor) -> Any:
+        """Return the state of one batch; None if there is nothing in it."""
+        raise NotImplementedError
+
+    def join(self, one: Any, other: Any) -> Any:
+        """Return the state of two parts: the sum of tensors, unless a class defines another."""
+        self.check_alike(one, other)
+        return one + other
+
+    def check_alike(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        if one.shape != other.shape:
+            raise ValueError(self.unlike)
+
+    def start(self) -> Any:
+        return None
+
+    def update(self, state: Any, output: torch.Tensor, target: torch.Tensor) -> Any:
+        return self.merge(state, self.batch(output, target))
+
+    def merge(self, one: Any, other: Any) -> Any:
+        if one is None or other is None:
+            return one if other is None else other
+        return self.join(one, other)
+
+    def is_empty(self, state: Any) -> bool:
+        return state is None
 
 
 State = tuple[dict[str, Any], int]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparkdl.metrics.base import Metric
+from sparkdl.metrics.base import Folded
 from sparkdl.model.loss import ClassLoss, unmasked, unwrapped
 
 BINS = 15
@@ -196,37 +196,14 @@ def log_loss(
 
 
 @dataclass(frozen=True)
-class ClassCounted(Metric):
-    """A metric whose state is a sum of tensors; None before the first batch."""
+class Judged(Folded):
+    """A metric of what outputs mean, which depends on the loss."""
 
-    name: str
     judging: Judging = AS_LOGITS
-
-    def counted(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the sums over a batch."""
-        raise NotImplementedError
-
-    def start(self) -> torch.Tensor | None:
-        return None
-
-    def update(
-        self, state: torch.Tensor | None, output: torch.Tensor, target: torch.Tensor
-    ) -> torch.Tensor | None:
-        return self.merge(state, self.counted(output, target))
-
-    def merge(self, one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-        if one is None or other is None:
-            return one if other is None else other
-        if one.shape != other.shape:
-            raise ValueError("all batches must have the same number of columns or classes")
-        return one + other
-
-    def is_empty(self, state: torch.Tensor | None) -> bool:
-        return state is None
 
 
 @dataclass(frozen=True)
-class ClassRatio(ClassCounted):
+class ClassRatio(Judged):
     """Precision, recall or F1, as scikit-learn defines them; a ratio without a case is 0.
 
     A model with one output decides between two classes, and one whose label has the shape of its
@@ -237,7 +214,7 @@ class ClassRatio(ClassCounted):
     average: str | None = None  # None: of class 1 if there are two classes, else "macro"
     number: int | None = None  # of the one class that counts
 
-    def counted(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def batch(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         decided = self.judging.decisions(output, target)
         counts = decided.counts()
         if self.number is not None and self.number >= counts.shape[1]:
@@ -267,12 +244,12 @@ class ClassRatio(ClassCounted):
 
 
 @dataclass(frozen=True)
-class ConfusionMatrix(ClassCounted):
+class ConfusionMatrix(Judged):
     """How often each class (row) was taken for each other one (column)."""
 
     scalar = False
 
-    def counted(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def batch(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return self.judging.decisions(output, target).matrix()
 
     def value(self, state: torch.Tensor) -> list[list[int]]:
@@ -281,7 +258,7 @@ class ConfusionMatrix(ClassCounted):
 
 
 @dataclass(frozen=True)
-class CalibrationError(ClassCounted):
+class CalibrationError(Judged):
     """The mean distance between a probability and how often what it is of comes true.
 
     The mean is over :data:`BINS` equal intervals, weighted by their samples: M. P. Naeini, G. F.
@@ -291,7 +268,7 @@ class CalibrationError(ClassCounted):
 
     higher_is_better = False
 
-    def counted(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def batch(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         confidence, right = self.judging.confidences(output, target)
         if len(confidence) and not 0 <= float(confidence.min()) <= float(confidence.max()) <= 1:
             raise ValueError("a calibration needs probabilities from 0 to 1, or logits")

@@ -19,35 +19,29 @@ import numpy as np
 import torch
 
 from sparkdl.errors import ParameterError, kind_of, nearest, shown
-from sparkdl.metrics.base import MeanMetric, Metric, TorchMetric, is_torchmetric
+from sparkdl.metrics.base import Folded, MeanMetric, Metric, TorchMetric, is_torchmetric
 from sparkdl.metrics.classes import (
     AS_LOGITS,
     AVERAGES,
     EPSILON,
     CalibrationCurve,
     CalibrationError,
-    ClassCounted,
     ClassRatio,
     ConfusionMatrix,
+    Judged,
     Judging,
     accuracy,
     log_loss,
     same_shape,
     without_ones,
 )
-from sparkdl.metrics.scores import (
-    AUC,
-    AveragePrecision,
-    PrecisionRecallCurve,
-    RocCurve,
-    ScoreMetric,
-)
+from sparkdl.metrics.scores import SCORES
 
 _MOST_RESIDUALS = 500
 
 
 @dataclass(frozen=True)
-class Regression(Metric):
+class Regression(Folded):
     """A metric of numbers, for each column of the output, whose mean over the columns is the value.
 
     The state is, for each column, the number of labels, their mean, the sum of their squared
@@ -55,33 +49,22 @@ class Regression(Metric):
     "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """
 
-    name: str
     figure: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     higher_is_better: bool = True
+    unlike = "all rows must have the same number of values; mse and mae need not that"
 
-    def start(self) -> torch.Tensor | None:
-        return None
-
-    def update(
-        self, state: torch.Tensor | None, output: torch.Tensor, target: torch.Tensor
-    ) -> torch.Tensor | None:
+    def batch(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
         errors = _difference(output, target).reshape(len(output), -1)
         labels = target.double().reshape(errors.shape)
         if not len(labels):
-            return state
+            return None
         mean = labels.mean(0)
         spread = (labels - mean).square().sum(0)
         count = torch.full_like(mean, len(labels))
-        batch = torch.stack([count, mean, spread, errors.square().sum(0)])
-        return self.merge(state, batch)
+        return torch.stack([count, mean, spread, errors.square().sum(0)])
 
-    def merge(self, one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-        if one is None or other is None:
-            return one if other is None else other
-        if one.shape != other.shape:
-            raise ValueError(
-                "all rows must have the same number of values; mse and mae need not that"
-            )
+    def join(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        self.check_alike(one, other)
         count, apart = one[0] + other[0], other[1] - one[1]
         mean = one[1] + apart * other[0] / count
         spread = one[2] + other[2] + apart.square() * one[0] * other[0] / count
@@ -90,9 +73,6 @@ class Regression(Metric):
     def value(self, state: torch.Tensor) -> float:
         count, _, spread, errors = state
         return float(self.figure(count, spread, errors).mean())
-
-    def is_empty(self, state: torch.Tensor | None) -> bool:
-        return state is None
 
 
 def _r2(count: torch.Tensor, spread: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
@@ -108,23 +88,20 @@ def _root_mean(count: torch.Tensor, spread: torch.Tensor, errors: torch.Tensor) 
 
 
 @dataclass(frozen=True)
-class Residuals(Metric):
+class Residuals(Folded):
     """Predictions and what is left of the labels, of up to 500 elements that a hash of both chooses."""
 
     name: str = "residuals"
     scalar = False
 
-    def start(self) -> np.ndarray:
-        return np.empty((2, 0))
-
-    def update(self, state: np.ndarray, output: torch.Tensor, target: torch.Tensor) -> np.ndarray:
+    def batch(self, output: torch.Tensor, target: torch.Tensor) -> np.ndarray:
         errors = _difference(output, target).flatten()
         if errors.is_complex():
             raise ValueError("residuals are of real numbers")
-        return self.merge(state, np.stack([output.double().flatten().numpy(), -errors.numpy()]))
+        return self.join(np.stack([output.double().flatten().numpy(), -errors.numpy()]))
 
-    def merge(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        pairs = np.concatenate([one, other], axis=1)
+    def join(self, *parts: np.ndarray) -> np.ndarray:
+        pairs = np.concatenate(parts, axis=1)
         bits = pairs.view(np.uint64) * np.array(
             [[0x9E3779B97F4A7C15], [0xC2B2AE3D27D4EB4F]], np.uint64
         )
@@ -134,9 +111,6 @@ class Residuals(Metric):
 
     def value(self, state: np.ndarray) -> dict[str, list[float]]:
         return {"prediction": state[0].tolist(), "residual": state[1].tolist()}
-
-    def is_empty(self, state: np.ndarray) -> bool:
-        return not state.size
 
 
 def top_k(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tensor:
@@ -295,8 +269,7 @@ METRICS: dict[str, Callable[..., Metric]] = {
     "mape": partial(MeanMetric, "mape", _relative_error, higher_is_better=False),
     "r2": partial(Regression, "r2", _r2),
     "residuals": Residuals,
-    "auc": AUC,
-    "average_precision": AveragePrecision,
+    **SCORES,
     **{name: partial(ClassRatio, name, kind=name) for name in _RATIOS},
     **{
         f"{name}_{average}": partial(ClassRatio, f"{name}_{average}", kind=name, average=average)
@@ -308,8 +281,6 @@ METRICS: dict[str, Callable[..., Metric]] = {
     "calibration_error": partial(CalibrationError, "calibration_error"),
     "calibration_curve": partial(CalibrationCurve, "calibration_curve"),
     "confusion_matrix": partial(ConfusionMatrix, "confusion_matrix"),
-    "roc_curve": RocCurve,
-    "precision_recall_curve": PrecisionRecallCurve,
     "hit_ratio": partial(_mean_at, "hit_ratio", hit_ratio, 10),
     "hit_ratio@k": partial(_mean_at, function=hit_ratio),
     "ndcg": partial(_mean_at, "ndcg", ndcg, 10),
@@ -369,7 +340,7 @@ def suited(
 def _judged(one: Metric, how: Judging) -> Metric:
     if isinstance(one, MeanMetric) and one.function in (accuracy, log_loss):
         return replace(one, function=partial(one.function, judging=how))
-    if isinstance(one, (ClassCounted, ScoreMetric)):
+    if isinstance(one, Judged):
         return replace(one, judging=how)
     return one
 

@@ -16,7 +16,7 @@ import torch
 from sparkdl.errors import ModelError, ParameterError, nearest, raise_all
 from sparkdl.metrics.base import MeanMetric, Metric
 from sparkdl.metrics.named import resolve
-from sparkdl.model.loss import IGNORED, Loss, loss_of, masses_of, output_of, weighted_mean
+from sparkdl.model.loss import IGNORED, Loss, loss_of, masses_of, output_of
 from sparkdl.model.recipe import Part, described, for_example, on_device, part_of, problems_of_part
 
 
@@ -324,7 +324,7 @@ def _mean(
         return mean / (taken or 1.0), taken
     if weights is None:
         if isinstance(mean, torch.Tensor) and mean.numel() != 1:  # one value for each sample
-            mean = weighted_mean(loss, output, targets, torch.ones(count), masses)
+            mean, _ = loss_of(loss, output, targets, torch.ones(count), masses)
         return mean, count if masses is None else float(masses.sum())
     own = weights.double().cpu()
     return mean, float(own.sum() if masses is None else own @ masses)

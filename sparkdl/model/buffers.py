@@ -27,7 +27,8 @@ Rule: TypeAlias = str | Callable[[torch.Tensor], torch.Tensor]
 
 FIRST, MEAN, MIN, MAX, SUM = RULES = ("first", "mean", "min", "max", "sum")
 """FIRST: the value of the first replica that had rows. MEAN: the mean by the weight of the rows. MIN,
-MAX: of each element. SUM: the value before, and all that replicas have added to it."""
+MAX: of each element; of replicas that may be behind, with the newest value. SUM: the value before, and
+all that replicas have added to it."""
 
 ATTRIBUTE = "sparkdl_buffers"
 """The attribute with which a module says the rules of its buffers, by name or pattern."""
@@ -50,23 +51,19 @@ def rules_of(module: nn.Module, patterns: Mapping[str, Rule]) -> dict[str, Rule]
         aliases.setdefault(id(buffer), []).append(name)
     found = {}
     for names in aliases.values():
-        rules = (
-            rule for one in (_of_trainer, _of_modules) for rule in one(names, owners, patterns)
-        )
-        rule = next(rules, None)
+        rule = next(_rules(names, owners, patterns), None)
         if rule is not None:
             found[names[0]] = rule
     return found
 
 
-def _of_trainer(names: list[str], owners: Mapping[str, nn.Module], patterns: Any) -> Iterator[Rule]:
+def _rules(
+    names: list[str], owners: Mapping[str, nn.Module], patterns: Mapping[str, Rule]
+) -> Iterator[Rule]:
+    """Yield the rules of the trainer, those that modules say, the innermost first, and the table's."""
     for pattern, rule in patterns.items():
         if any(fnmatch.fnmatchcase(name, pattern) for name in names):
             yield rule
-
-
-def _of_modules(names: list[str], owners: Mapping[str, nn.Module], patterns: Any) -> Iterator[Rule]:
-    """Yield the rules that modules say, the innermost first, and then those of the table."""
     for name in names:
         path, _, attribute = name.rpartition(".")
         owner, within = owners[path], attribute
@@ -213,6 +210,8 @@ class TrainingOptions:
     """An outer optimizer is given the distance that local steps have moved the weights."""
     topology: str | None = None
     """Replicas have weights of their own, and average them over this topology."""
+    behind: bool = False
+    """Replicas may compute on an older version than the one that is updated."""
     buffers: Mapping[str, Rule] = field(default_factory=dict)
 
     @property

@@ -73,6 +73,7 @@ class Layout:
         return self.size * self.dtype.itemsize
 
 
+_LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 _NOTHING = (
     "the model has no trainable parameter: none of its {} parameters has requires_grad=True. Leave "
     "some out of freeze=, name some in unfreeze=, or add layers that have some."
@@ -93,16 +94,18 @@ def layout_of(module: nn.Module, rules: Mapping[str, Rule] | None = None) -> Lay
                 "dense, with .to_dense(). A constant may stay sparse as a plain attribute of the "
                 "module, which forward moves to the device of its input."
             )
+    for name, tensor in (*trainable, *module.named_buffers()):
+        if isinstance(tensor, _LAZY):
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            raise ModelError(
+                f'{kind} "{name}" is lazy and has no shape yet: give the layer its sizes, or '
+                "let the function given as model= call the module once on an example."
+            )
     for name, parameter in ((name, local(parameter)) for name, parameter in trainable):
         if parameter.is_complex() or not parameter.is_floating_point():
             raise ModelError(
                 f'parameter "{name}" is {parameter.dtype}: only parameters of a real '
                 "floating-point type can be trained."
-            )
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ModelError(
-                f'parameter "{name}" is lazy and has no shape yet: give the layer its sizes, or '
-                "let the function given as model= call the module once on an example."
             )
         if parameter.is_meta:
             raise ModelError(
@@ -133,11 +136,6 @@ def layout_of(module: nn.Module, rules: Mapping[str, Rule] | None = None) -> Lay
     named = rules_of(module, rules or {})
     for name, buffer in module.named_buffers():
         rule = named.get(name, FIRST)
-        if isinstance(buffer, nn.parameter.UninitializedBuffer):
-            raise ModelError(
-                f'buffer "{name}" is lazy and has no shape yet: give the layer its sizes, or '
-                "let the function given as model= call the module once on an example."
-            )
         if buffer.is_floating_point() and buffer.element_size() <= dtype.itemsize:
             place(name, "average", buffer, buffer.numel(), rule)
         else:

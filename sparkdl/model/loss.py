@@ -307,23 +307,6 @@ def masses_of(loss: Loss, targets: Sequence[torch.Tensor]) -> torch.Tensor | Non
     return how.masses(targets[0])
 
 
-def weighted_mean(
-    loss: Loss,
-    output: object,
-    targets: Sequence[torch.Tensor],
-    weights: torch.Tensor,
-    masses: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return ``sum(w * l) / sum(w)`` over the samples, or 0 if nothing counts.
-
-    ``torch.nn`` losses and functions with a ``reduction`` are called with "none"; any other loss
-    must return a value for each sample. Values of shape (rows, ...) are first averaged over the
-    other dimensions (summed for a reduction "batchmean"). With ``masses`` they are summed, and the
-    divisor is ``sum(w * masses)``. Raise NoValuePerSample if the loss gives no such values.
-    """
-    return _weighted(loss, call_loss(unreduced(loss), output, targets), weights, masses)
-
-
 def loss_of(
     loss: Loss,
     output: object,
@@ -333,8 +316,9 @@ def loss_of(
 ) -> tuple[torch.Tensor, float | None]:
     """Return the loss of some rows: (their mean, None), or the ``(sum, count)`` of the loss.
 
-    The result of the loss is not checked here, see :func:`check_sum`. With ``weights``, the loss
-    must return its sums and counts by row, or a value for each sample; else raise NoValuePerSample.
+    The result of the loss is not checked here, see :func:`check_sum`. With ``weights``, ``torch.nn``
+    losses and functions with a ``reduction`` are called with "none"; any other loss must return its
+    sums and counts by row, or a value for each sample; else raise NoValuePerSample.
     """
     if weights is None:
         found = call_loss(loss, output, targets)
@@ -358,9 +342,12 @@ def is_sum(found: object) -> bool:
 
 
 def _added_up(found: Any) -> tuple[torch.Tensor, float]:
-    total, count = found
-    number = count.double().sum() if isinstance(count, torch.Tensor) else count
-    return total if total.ndim == 0 else total.sum(), float(number)
+    return found[0] if found[0].ndim == 0 else found[0].sum(), _count(found)
+
+
+def _count(found: Any) -> float:
+    count = found[1]
+    return float(count.double().sum() if isinstance(count, torch.Tensor) else count)
 
 
 def check_sum(found: tuple[Any, Any], rows: int) -> None:
@@ -391,7 +378,11 @@ def check_sum(found: tuple[Any, Any], rows: int) -> None:
 def _weighted(
     loss: Loss, values: Any, weights: torch.Tensor, masses: torch.Tensor | None
 ) -> torch.Tensor:
-    """Average ``values``, the loss of each sample; see :func:`weighted_mean`."""
+    """Return ``sum(w * l) / sum(w)`` over the samples, or 0 if nothing counts.
+
+    Values of shape (rows, ...) are first averaged over the other dimensions (summed for a reduction
+    "batchmean"). With ``masses`` they are summed, and the divisor is ``sum(w * masses)``.
+    """
     if not isinstance(values, torch.Tensor) or values.ndim == 0 or len(values) != len(weights):
         found = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
         raise NoValuePerSample(f"the loss gave {found} for {len(weights)} samples")
@@ -440,16 +431,8 @@ def unreduced(loss: Loss) -> Loss:
         vars(each)["reduction"] = "none"
         return each
     if _takes_reduction(loss):
-        return _Unreduced(loss)
+        return functools.partial(loss, reduction="none")
     return loss
-
-
-class _Unreduced:
-    def __init__(self, loss: Loss) -> None:
-        self.loss = loss
-
-    def __call__(self, *args: Any) -> torch.Tensor:
-        return self.loss(*args, reduction="none")
 
 
 def _takes_reduction(loss: Loss) -> bool:
@@ -537,10 +520,6 @@ def output_of(returned: Any) -> Any:
         return returned
     with torch.no_grad():
         return returned.output()
-
-
-def _count(value: Any) -> float:
-    return float(torch.as_tensor(value[1]).double().sum())
 
 
 def _check(name: str, value: Any, named: bool) -> None:

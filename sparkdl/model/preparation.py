@@ -48,14 +48,8 @@ def freeze(module: nn.Module, frozen: Iterable[str], unfrozen: Iterable[str]) ->
     parameters = dict(module.named_parameters(remove_duplicate=False))  # a tied one under each name
     for option, patterns, trains in (("freeze", frozen, False), ("unfreeze", unfrozen, True)):
         for pattern in patterns:
-            found = [p for name, p in parameters.items() if matches(pattern, name)]
-            if not found:
-                raise ModelError(
-                    f'{option}: no parameter matches "{pattern}".{nearest(pattern, parameters)} '
-                    f"The model has {_some(parameters)}."
-                )
-            for parameter in found:
-                parameter.requires_grad_(trains)
+            for name in matching(f"{option}: no parameter", pattern, parameters, matches):
+                parameters[name].requires_grad_(trains)
 
 
 def modes_of(module: nn.Module) -> list[tuple[nn.Module, bool]]:
@@ -253,15 +247,27 @@ def matches_module(pattern: str, name: str) -> bool:
     return name == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
+def matching(
+    no_match: str,
+    pattern: str,
+    names: Iterable[str],
+    match: Callable[[str, str], bool] = matches_module,
+) -> list[str]:
+    """Return the names that a pattern matches; a ModelError begins with ``no_match``."""
+    known = list(names)
+    found = [name for name in known if match(pattern, name)]
+    if not found:
+        raise ModelError(
+            f'{no_match} matches "{pattern}".{nearest(pattern, known)} The model has {_some(known)}.'
+        )
+    return found
+
+
 def check_modules(module: nn.Module, patterns: Iterable[str]) -> None:
     """Raise :class:`sparkdl.ModelError` for an activation checkpointing pattern without a match."""
     names = [name for name, _ in module.named_modules() if name]
     for pattern in patterns:
-        if not any(matches_module(pattern, name) for name in names):
-            raise ModelError(
-                f'activation_checkpointing: no submodule matches "{pattern}".'
-                f"{nearest(pattern, names)} The model has {_some(names)}."
-            )
+        matching("activation_checkpointing: no submodule", pattern, names)
 
 
 class _Checkpointed:

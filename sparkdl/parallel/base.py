@@ -13,12 +13,12 @@ The mesh of a gang's ranks: their number along each dimension of parallelism. Pl
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -56,13 +56,14 @@ class Mesh:
 
     def along(self, rank: int, *names: str) -> list[int]:
         """Return ``rank`` and the ranks that differ from it only in these dimensions, ascending."""
-        place = self._place(rank)
-        choices = [range(n) if d in names else [place[d]] for d, n in self.sizes.items()]
-        return [self._rank(coordinates) for coordinates in itertools.product(*choices)]
+        places = zip(DIMENSIONS, self._place(rank), strict=True)
+        found = self._grid[tuple(slice(None) if d in names else n for d, n in places)]
+        ranks: list[int] = np.ravel(found).tolist()
+        return ranks
 
     def place(self, rank: int, name: str) -> int:
         """Return the position of a rank in one dimension."""
-        return self._place(rank)[name]
+        return int(self._place(rank)[DIMENSIONS.index(name)])
 
     def model_group(self, rank: int) -> list[int]:
         """Return the ranks whose samples go through one split model together."""
@@ -78,17 +79,12 @@ class Mesh:
         found = [self.model_group(rank) for rank in range(self.size)]
         return [group for rank, group in enumerate(found) if group[0] == rank]
 
-    def _place(self, rank: int) -> dict[str, int]:
-        found = {}
-        for name, size in reversed(self.sizes.items()):
-            rank, found[name] = divmod(rank, size)
-        return found
+    @functools.cached_property
+    def _grid(self) -> np.ndarray:
+        return np.arange(self.size).reshape(tuple(self.sizes.values()))
 
-    def _rank(self, coordinates: tuple[int, ...]) -> int:
-        rank = 0
-        for place, size in zip(coordinates, self.sizes.values(), strict=True):
-            rank = rank * size + place
-        return rank
+    def _place(self, rank: int) -> tuple[Any, ...]:
+        return np.unravel_index(rank, self._grid.shape)
 
 
 DIMENSIONS = tuple(field.name for field in fields(Mesh))
@@ -231,10 +227,20 @@ class ParallelStrategy:
             sparkdl.ModelError: If the strategy does not support the pass.
             sparkdl.ParameterError: If it does not support the columns.
         """
-        if self.splits_model:
-            check_all_used(self.word, module)
-        if self.shares_samples:
-            check_one_length(self.word, fields)
+        for name, parameter in module.named_parameters() if self.splits_model else ():
+            if parameter.requires_grad and parameter.grad is None:  # ranks would wait for it
+                raise ModelError(
+                    f'strategy="{self.word}" needs a gradient of every parameter, and "{name}" gets '
+                    f'none: freeze it (freeze=["{name}"]), or use strategy="zero1".'
+                )
+        for field in fields if self.shares_samples else ():
+            # micro-batches, and the rows that ranks bring together, must have one shape
+            if field.padding is not None and field.padding.length is None:
+                raise ParameterError(
+                    f'strategy="{self.word}" needs inputs of one shape, and column "{field.name}" is '
+                    "padded to the longest row of each mini-batch: pad it to one length, "
+                    "sparkdl.Sequence(max_length=..., pad_to_max=True)."
+                )
 
     def planned(
         self,
@@ -265,40 +271,13 @@ def names_problems(strategy: ParallelStrategy, name: str, remedy: str) -> Iterat
         yield f"{name}={shown(names)}): give a list of {remedy}."
 
 
-def count_problems(strategy: ParallelStrategy, *names: str) -> Iterator[str]:
-    """Yield the problems of options that are whole numbers of at least 1."""
-    for name in names:
-        value = getattr(strategy, name)
-        if not is_whole(value, 1):
-            yield f"{name}={shown(value)}): give a whole number of at least 1."
-
-
-def check_all_used(word: str, module: nn.Module) -> None:
-    """Check that every trainable parameter got a gradient in a pass of the model.
-
-    With the strategy ``word``, ranks would wait for a missing one.
-    """
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            raise ModelError(
-                f'strategy="{word}" needs a gradient of every parameter, and "{name}" gets none: '
-                f'freeze it (freeze=["{name}"]), or use strategy="zero1".'
-            )
-
-
-def check_one_length(word: str, fields: Sequence[Field]) -> None:
-    """Check that no column is padded to the longest row of each mini-batch.
-
-    Micro-batches, and the rows that ranks bring together, must have one shape. ``word`` is the word
-    for the strategy.
-    """
-    for field in fields:
-        if field.padding is not None and field.padding.length is None:
-            raise ParameterError(
-                f'strategy="{word}" needs inputs of one shape, and column "{field.name}" is padded '
-                "to the longest row of each mini-batch: pad it to one length, "
-                "sparkdl.Sequence(max_length=..., pad_to_max=True)."
-            )
+def check_torch(word: str, is_new: bool) -> None:
+    """Check that torch has what the strategy ``word`` uses."""
+    if not is_new:
+        raise ModelError(
+            f'strategy="{word}" needs a newer torch than {torch.__version__}: install torch 2.13, or '
+            'use strategy="zero1".'
+        )
 
 
 def check_elementwise(word: str, optimizer: OptimizerSpec) -> None:

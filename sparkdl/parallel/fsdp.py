@@ -7,14 +7,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import nn
 
-from sparkdl.errors import ModelError, in_quotes, known_arguments, nearest
+from sparkdl.errors import ModelError, in_quotes, known_arguments
 from sparkdl.model.buffers import PRECISIONS, TrainingOptions
 from sparkdl.model.flat import Layout
-from sparkdl.model.preparation import matches_module
-from sparkdl.parallel.base import ParallelStrategy, check_dense, check_elementwise, names_problems
+from sparkdl.model.preparation import matching
+from sparkdl.parallel.base import (
+    ParallelStrategy,
+    check_dense,
+    check_elementwise,
+    check_torch,
+    names_problems,
+)
 from sparkdl.plain import make_plain
 from sparkdl.slices.optimizer import OptimizerSpec
 
@@ -76,7 +81,9 @@ class FSDP(ParallelStrategy):
     def check_model(
         self, module: nn.Module, layout: Layout, optimizer: OptimizerSpec, options: TrainingOptions
     ) -> None:
-        _check_torch()
+        from torch.distributed.fsdp import FSDPModule
+
+        check_torch(self.word, hasattr(FSDPModule, "set_reduce_scatter_unused_params"))
         check_elementwise(self.word, optimizer)
         check_dense(self.word, layout)
         trainable = [segment for segment in layout.segments if segment.kind == "parameter"]
@@ -96,16 +103,6 @@ class FSDP(ParallelStrategy):
         _check_shared(module, units_of(module, self.units))
 
 
-def _check_torch() -> None:
-    from torch.distributed.fsdp import FSDPModule
-
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise ModelError(
-            f'strategy="fsdp" needs a newer torch than {torch.__version__}: install torch 2.13, or use '
-            'strategy="zero1".'
-        )
-
-
 def whole_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that are a single number, which cannot be cut: every rank has them."""
     return [parameter for parameter in module.parameters() if not parameter.ndim]
@@ -119,13 +116,7 @@ def units_of(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     names = [name for name, _ in module.named_modules() if name]
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
-        matching = [name for name in names if matches_module(pattern, name)]
-        if not matching:
-            raise ModelError(
-                f'strategy=FSDP: no submodule matches "{pattern}".{nearest(pattern, names)} The model '
-                f"has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
-            )
-        for name in matching:
+        for name in matching("strategy=FSDP: no submodule", pattern, names):
             child = module.get_submodule(name)
             if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
                 raise ModelError(

@@ -17,21 +17,15 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparkdl.errors import ModelError, ParameterError, in_quotes, known_arguments
+from sparkdl.errors import ModelError, ParameterError, in_quotes, known_arguments, shown
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.flat import Layout
 from sparkdl.model.loss import is_own_loss
 from sparkdl.model.preparation import matches_module, modes_kept
-from sparkdl.parallel.base import (
-    Mesh,
-    ParallelStrategy,
-    check_dense,
-    count_problems,
-    names_problems,
-)
+from sparkdl.parallel.base import Mesh, ParallelStrategy, check_dense, check_torch, names_problems
 from sparkdl.parallel.tensor import without_fused_layers
 from sparkdl.parallel.trace import Items, chain_of, first_of, is_chain
-from sparkdl.plain import make_plain
+from sparkdl.plain import is_whole, make_plain
 from sparkdl.slices.optimizer import OptimizerSpec
 
 OPERATION = 1.0
@@ -157,7 +151,9 @@ class Pipeline(ParallelStrategy):
     def problems(self) -> Iterator[str]:
         """See :class:`sparkdl.parallel.base.ParallelStrategy`, also for the methods below."""
         yield from names_problems(self, "split", 'names of modules, such as ["3", "6"]')
-        yield from count_problems(self, "micro_batches", "stages_per_rank")
+        for name in ("micro_batches", "stages_per_rank"):
+            if not is_whole(value := getattr(self, name), 1):
+                yield f"{name}={shown(value)}): give a whole number of at least 1."
         if self.schedule not in SCHEDULES:
             yield f"schedule={in_quotes(self.schedule)}): use one of {', '.join(SCHEDULES)}."
 
@@ -178,7 +174,10 @@ class Pipeline(ParallelStrategy):
     def check_model(
         self, module: nn.Module, layout: Layout, optimizer: OptimizerSpec, options: TrainingOptions
     ) -> None:
-        _check_torch()
+        from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+        known = inspect.signature(PipelineScheduleSingle.step).parameters
+        check_torch(self.word, "return_outputs" in known)
         if not optimizer.separate:
             raise ModelError(
                 f'strategy="pipeline" updates each stage where it is, and optimizer {optimizer.name} '
@@ -203,17 +202,33 @@ class Pipeline(ParallelStrategy):
         mesh: Mesh,
         options: TrainingOptions,
     ) -> Pipeline:
-        return with_split(self, module, inputs, mesh.pipe, options)
+        """Return this strategy with every cut named: the user's cuts, or those for equal work.
 
-
-def _check_torch() -> None:
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-
-    if "return_outputs" not in inspect.signature(PipelineScheduleSingle.step).parameters:
-        raise ModelError(
-            f'strategy="pipeline" needs a newer torch than {torch.__version__}: install torch 2.13, or '
-            'use strategy="zero1".'
-        )
+        Work is counted in floating-point operations of the multiplications in a forward pass.
+        """
+        items, count = chain_of(module, self.split, inputs), mesh.pipe * self.stages_per_rank
+        starts = [first_of(items, name) for name in self.split]
+        _check_count(self, items, count)
+        check_called(module, items, options)
+        costs, outputs = costs_of(module, items, inputs)
+        if not starts:
+            starts = _chosen(costs, outputs, count)
+        check_shared(module, items, [0, *starts, len(items)])
+        for start in starts:
+            for kind in _not_sent(outputs[start - 1]):
+                raise ModelError(
+                    f'strategy="pipeline" sends tensors from stage to stage, and '
+                    f'"{items[start - 1][0]}" puts out a {kind}: cut elsewhere, '
+                    "strategy=sparkdl.Pipeline(split=[...]), or let it put out a tensor or a tuple of "
+                    "tensors."
+                )
+        for kind in _not_sent(outputs[-1]):
+            raise ModelError(
+                f'strategy="pipeline" needs a model that puts out a tensor or a plain tuple of '
+                f"tensors, and {type(module).__name__} puts out a {kind}: change that, or use "
+                'strategy="fsdp".'
+            )
+        return replace(self, split=tuple(items[start][0] for start in starts))
 
 
 def check_called(module: nn.Module, items: Items, options: TrainingOptions) -> None:
@@ -279,37 +294,8 @@ def _names_of(tensor: torch.Tensor, module: nn.Module) -> str:
     return f"{' and '.join(names)} are one tensor," if len(names) > 1 else f"{names[0]} is"
 
 
-def with_split(
-    strategy: Pipeline,
-    module: nn.Module,
-    inputs: Sequence[torch.Tensor],
-    ranks: int,
-    options: TrainingOptions,
-) -> Pipeline:
-    """Return ``strategy`` with every cut named: the user's cuts, or those for equal work.
-
-    Work is counted in floating-point operations of the multiplications in a forward pass.
-    """
-    items, count = chain_of(module, strategy.split, inputs), ranks * strategy.stages_per_rank
-    starts = [first_of(items, name) for name in strategy.split]
-    _check_count(strategy, items, count)
-    check_called(module, items, options)
-    costs, outputs = costs_of(module, items, inputs)
-    if not starts:
-        starts = _chosen(costs, outputs, count)
-    check_shared(module, items, [0, *starts, len(items)])
-    for start in starts:
-        _check_output(items[start - 1][0], outputs[start - 1])
-    for kind in _not_sent(outputs[-1]):
-        raise ModelError(
-            f'strategy="pipeline" needs a model that puts out a tensor or a plain tuple of tensors, '
-            f'and {type(module).__name__} puts out a {kind}: change that, or use strategy="fsdp".'
-        )
-    return replace(strategy, split=tuple(items[start][0] for start in starts))
-
-
 def bounds_of(strategy: Pipeline, items: Items) -> list[int]:
-    """Return the beginnings of the stages, and the end, for the result of :func:`with_split`."""
+    """Return the beginnings of the stages, and the end, for the result of :meth:`Pipeline.planned`."""
     return [0, *(first_of(items, name) for name in strategy.split), len(items)]
 
 
@@ -330,13 +316,3 @@ def _not_sent(output: object) -> list[str]:
     """Return the types of values that cannot be sent from one pipeline stage to the next."""
     values = output if type(output) is tuple else (output,)  # a named tuple would lose its names
     return [type(value).__name__ for value in values if not isinstance(value, torch.Tensor)]
-
-
-def _check_output(name: str, output: object) -> None:
-    """Raise :class:`sparkdl.ModelError` if an output cannot be sent to the next pipeline stage."""
-    for kind in _not_sent(output):
-        raise ModelError(
-            f'strategy="pipeline" sends tensors from stage to stage, and "{name}" puts out a '
-            f"{kind}: cut elsewhere, strategy=sparkdl.Pipeline(split=[...]), or let it put out a "
-            "tensor or a tuple of tensors."
-        )

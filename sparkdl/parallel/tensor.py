@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from sparkdl.errors import ModelError, ParameterError, kind_of, known_arguments, nearest, shown
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.flat import Layout
-from sparkdl.model.preparation import matches_module
+from sparkdl.model.preparation import matching
 from sparkdl.parallel.base import Mesh, ParallelStrategy, check_dense, check_elementwise
 from sparkdl.slices.optimizer import OptimizerSpec
 
@@ -125,13 +125,7 @@ def plan_of(strategy: Tensor, module: nn.Module, ranks: int) -> dict[str, Any]:
     names = [name for name, _ in module.named_modules() if name]
     found: dict[str, Any] = {}
     for pattern, way in strategy.plan.items():
-        matching = [name for name in names if matches_module(pattern, name)]
-        if not matching:
-            raise ModelError(
-                f'strategy=Tensor: no submodule matches "{pattern}".{nearest(pattern, names)} The '
-                f"model has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
-            )
-        found |= dict.fromkeys(matching, way)
+        found |= dict.fromkeys(matching("strategy=Tensor: no submodule", pattern, names), way)
     if not strategy.plan:
         for column, row, width in _pairs(module):
             if width % ranks == 0:

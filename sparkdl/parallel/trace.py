@@ -19,14 +19,13 @@ from __future__ import annotations
 import contextlib
 import operator
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx, nn
-from torch.fx.node import map_aggregate, map_arg
+from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from sparkdl.errors import ModelError, nearest
@@ -80,15 +79,11 @@ class TracedStage(nn.Module):
         if self._takes:
             several = value if len(self._takes) > 1 else (value,)
             known.update(zip(self._takes, several, strict=True))
+        inputs = value if isinstance(value, tuple) else (value,)
         for node in self._nodes:
-            if node.op == "placeholder":
-                known[node] = value if isinstance(value, tuple) else (value,)
-                continue
-            args: Any = map_arg(node.args, known.__getitem__)
-            kwargs: Any = map_arg(node.kwargs, known.__getitem__)
+            known[node] = computed(node, known, inputs, self._called.__getitem__, self._tensor)
             if node.op == "output":
-                return args[0]
-            known[node] = self._done(node, args, kwargs)
+                return known[node]
         values = tuple(known[node] for node in self._gives)
         return values if len(values) > 1 else values[0]
 
@@ -99,29 +94,39 @@ class TracedStage(nn.Module):
             if own is not None:
                 owner._parameters[name] = own
 
-    def _done(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        if node.op == "call_module":
-            return self._called[str(node.target)](*args, **kwargs)
-        if node.op == "get_attr":
-            owner, name = self._owners[str(node.target)]
-            own = self._parameters.get(self._names[str(node.target)])
-            return getattr(owner, name) if own is None else own  # a buffer may have been replaced
-        return call_node(node, args, kwargs)
+    def _tensor(self, target: str) -> Any:
+        owner, name = self._owners[target]
+        own = self._parameters.get(self._names[target])
+        return getattr(owner, name) if own is None else own  # a buffer may have been replaced
 
 
-def call_node(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Call the function or method that a node of a recording stands for."""
+def computed(
+    node: fx.Node,
+    known: Mapping[fx.Node, Any],
+    inputs: tuple[Any, ...],
+    called: Callable[[str], nn.Module],
+    tensor: Callable[[str], Any],
+) -> Any:
+    """Return the value of a node of a recording, of the values that are known."""
+    if node.op == "placeholder":
+        return inputs
+    args: Any = map_arg(node.args, known.__getitem__)
+    kwargs: Any = map_arg(node.kwargs, known.__getitem__)
+    target: Any = node.target
+    if node.op == "output":
+        return args[0]
+    if node.op == "get_attr":
+        return tensor(target)
     if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return (called(target) if node.op == "call_module" else target)(*args, **kwargs)
 
 
 Items = list[tuple[str, nn.Module]]
 MODEL = "model"
 _CONSTANTS = (int, float, str, torch.device, torch.dtype, type(None))
 _MAKERS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
-"""Functions of torch that take sizes, and no tensor."""
+"""Functions of torch that take sizes, and no tensor; they are recorded if one is a proxy."""
 
 
 def trace_stages(module: nn.Module, split: Sequence[str], inputs: Sequence[torch.Tensor]) -> Items:
@@ -161,8 +166,7 @@ def _pieces(module: nn.Module, opened: set[str], inputs: Sequence[torch.Tensor])
             for mode, rows in ((False, inputs), (True, twice)):
                 set_modes([(child, own and mode) for child, own in modes])
                 tracers.append(_Tracer(opened, tuple(rows)))
-                with _recording_sizes():
-                    tracers[-1].graph = tracers[-1].trace(_Whole(module, len(inputs)))
+                tracers[-1].graph = tracers[-1].trace(_Whole(module, len(inputs)))
     except Exception as error:
         raise ModelError(
             f'strategy="pipeline" cuts a model between the modules that its forward calls, and cannot '
@@ -248,7 +252,8 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, opened: set[str], inputs: tuple[torch.Tensor, ...]) -> None:
-        super().__init__()
+        super().__init__(autowrap_functions=tuple(getattr(torch, name) for name in _MAKERS))
+        self._autowrap_search.append(torch)
         self._opened, self._inputs = opened, inputs
         self.values: dict[fx.Node, Any] = {}
         self._busy = False
@@ -263,7 +268,8 @@ class _Tracer(fx.Tracer):
         node = super().create_node(*args, **kwargs)
         self._busy = True
         try:
-            self.values[node] = self._value(node)
+            called = self.root.get_submodule
+            self.values[node] = computed(node, self.values, self._inputs, called, self._tensor)
         finally:
             self._busy = False
         return node
@@ -288,40 +294,9 @@ class _Tracer(fx.Tracer):
             return super().iter(obj)
         return (operator.getitem(obj, i) for i in range(len(value)))
 
-    def _value(self, node: fx.Node) -> Any:
-        if node.op == "placeholder":
-            return self._inputs
-        args: Any = map_arg(node.args, self.values.__getitem__)
-        if node.op == "output":
-            return args[0]
-        kwargs: Any = map_arg(node.kwargs, self.values.__getitem__)
-        if node.op == "get_attr":
-            path, _, name = str(node.target).rpartition(".")
-            return getattr(self.root.get_submodule(path), name)
-        if node.op == "call_module":
-            return self.root.get_submodule(str(node.target))(*args, **kwargs)
-        return call_node(node, args, kwargs)
-
-
-@contextlib.contextmanager
-def _recording_sizes() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for name in _MAKERS:
-            stack.enter_context(patch.object(torch, name, _recording(getattr(torch, name))))
-        yield
-
-
-def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, which is recorded if its arguments contain proxies, such as sizes."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        found: list[fx.Proxy] = []
-        map_aggregate((args, kwargs), lambda a: found.append(a) if isinstance(a, fx.Proxy) else a)
-        if not found:
-            return function(*args, **kwargs)
-        return found[0].tracer.create_proxy("call_function", function, args, kwargs)
-
-    return called
+    def _tensor(self, target: str) -> Any:
+        path, _, name = target.rpartition(".")
+        return getattr(self.root.get_submodule(path), name)
 
 
 def _text(graph: fx.Graph) -> str:

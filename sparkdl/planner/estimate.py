@@ -83,15 +83,24 @@ class Formulas:
 
     def parts(self, choice: Choice) -> dict[str, float] | str:
         """Return the seconds of an iteration by part, or why they are unknown."""
-        overhead = self.probe.overhead(choice.engine, choice.replicas)
-        if overhead is None:
-            return self.probe.reasons.get(choice.engine, "its engine was not tried")
+        probe = self.probe
+        if probe.overhead(choice.engine, choice.replicas) is None:
+            return probe.reasons.get(choice.engine, "its engine was not tried")
+        for word in ("fsdp", "tensor", "pipeline") if choice.engine == GANG else ():
+            if word in choice.strategy and word not in probe.units:
+                return probe.reasons.get(word, "this strategy was not tried")
+        return self.parts_of(choice)
+
+    def overhead(self, choice: Choice) -> float:
+        """Return the seconds that the engine takes by itself, 0 if they are unknown."""
+        return self.probe.overhead(choice.engine, choice.replicas) or 0.0
+
+    def parts_of(self, choice: Choice) -> dict[str, float]:
+        """Return the seconds of an iteration by part, 0 where they are unknown."""
+        overhead = self.overhead(choice)
         if choice.engine == SHUFFLE:
             return self._shuffle(choice, overhead)
         words = choice.strategy.split("+")
-        for word in words:
-            if word in ("fsdp", "tensor", "pipeline") and word not in self.probe.units:
-                return self.probe.reasons.get(word, "this strategy was not tried")
         parts = {"overhead": overhead, "compute": self._compute(choice.replicas)}
         nbytes, update = self.profile.nbytes, self.profile.update
         if choice.split == 1:
@@ -125,39 +134,28 @@ class Formulas:
         """Return the parts of an iteration of Spark jobs, on one node or between nodes."""
         probe, profile, m = self.probe, self.profile, choice.replicas
         waves = math.ceil(m / max(1, probe.slots))
-        more = dict(choice.more)
-        steps = int(more.get("local_steps", self.facts.local_steps))
-        overhead *= warmth(self.facts.iterations)
-        compute = waves * self._compute(m)
-        nbytes, update = (
-            profile.nbytes * (1.0 + (profile.state if steps > 1 else 0.0)),
-            profile.update,
-        )
-        if probe.nodes == 1:
-            parts = {
-                "overhead": overhead + BYTE_SECONDS * nbytes,
-                "compute": compute,
-                "update": update,
-            }
+        steps = int(dict(choice.more).get("local_steps", self.facts.local_steps))
+        nbytes = profile.nbytes * (1.0 + (profile.state if steps > 1 else 0.0))
+        compute, alone = waves * self._compute(m), probe.nodes == 1
+        parts = {"overhead": overhead * warmth(self.facts.iterations), "compute": compute}
+        if alone:
+            parts["overhead"] += BYTE_SECONDS * nbytes
         else:
             # half to launch tasks, half to take their results, some of it while others compute
             each = TASK_SECONDS * m
-            driver = each + max(each / 2, each - compute)
-            blocks = BLOCK_SECONDS * m * m / max(1, probe.slots)
-            moved = 2 * nbytes * (probe.nodes - 1) / probe.nodes
-            parts = {
-                "overhead": overhead,
-                "compute": compute,
-                "driver": driver + blocks,
-                "sum": moved / probe.bandwidth,
-                "update": update / m,
-            }
+            parts["driver"] = each + max(each / 2, each - compute) + self.blocks(m)
+            parts["sum"] = self._moved(nbytes) / probe.bandwidth
         if steps > 1:  # of a batch: replicas meet once in so many
-            shared = {
-                name: parts[name] / steps for name in parts if name not in ("compute", "update")
-            }
-            parts = {**parts, **shared, "update": update}
-        return parts
+            parts |= {name: parts[name] / steps for name in parts if name != "compute"}
+        return {**parts, "update": profile.update / (1 if alone or steps > 1 else m)}
+
+    def blocks(self, replicas: int) -> float:
+        """Return the seconds of tasks for the blocks of a shuffle that they read."""
+        return BLOCK_SECONDS * replicas * replicas / max(1, self.probe.slots)
+
+    def _moved(self, nbytes: float) -> float:
+        """Return the bytes between nodes of a shuffle of gradients and weights."""
+        return 2 * nbytes * (self.probe.nodes - 1) / self.probe.nodes
 
     def _pass(self, rows: float, ranks: int) -> float:
         return self.profile.line(rows) * spread_factor(self.profile.line.spread, ranks)
@@ -216,9 +214,7 @@ class Formulas:
         """Return the bytes that a replica sends in an iteration."""
         r, p = choice.replicas, self.profile.nbytes
         if choice.engine == SHUFFLE:
-            return (
-                0.0 if self.probe.nodes == 1 else 2 * p * (self.probe.nodes - 1) / self.probe.nodes
-            )
+            return self._moved(p)
         factor = 1.5 if "fsdp" in choice.strategy else 1.0
         return factor * 2 * p * (r - 1) / r
 

@@ -13,7 +13,7 @@ from sparkdl.codec.describe import table, titled
 from sparkdl.errors import ParameterError, counted, shown
 from sparkdl.plain import is_whole
 from sparkdl.planner.choice import GANG, SHUFFLE, Choice, Facts
-from sparkdl.planner.estimate import Estimate
+from sparkdl.planner.estimate import Estimate, Formulas
 from sparkdl.planner.probe import Probe
 from sparkdl.planner.profile import BUSY, Profile
 from sparkdl.planner.timeline import draw, keys, picture, simulated
@@ -88,7 +88,7 @@ class Plan:
     def timeline(self, row: int = 1) -> str:
         """Return a picture of an iteration by a row, counted from 1: SVG, with a lane for each rank."""
         choice = self._row(row).choice
-        return draw(simulated(choice, self.facts, self.profile, self.probe))
+        return draw(simulated(choice, Formulas(self.facts, self.profile, self.probe)))
 
     def _row(self, row: int) -> Estimate:
         if not is_whole(row, 1) or row > len(self.rows):

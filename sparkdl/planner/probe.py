@@ -10,7 +10,7 @@ import os
 import socket
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -121,20 +121,16 @@ def sums_among(sizes: Sequence[int], device: torch.device) -> dict[int, list[tup
 
 def _sum_of(nbytes: int, group: Any, device: torch.device) -> float:
     tensor, times = torch.zeros(nbytes // 4, device=device), []
+
+    def run() -> None:
+        direct.all_reduce(tensor, group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     for _ in range(8):
         dist.barrier(group)
-
-        def run() -> None:
-            direct.all_reduce(tensor, group)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
-        times.append(_once(run))
+        times.append(timed(run, 0.0).clock)
     return statistics.median(times[2:])
-
-
-def _once(work: Callable[[], None]) -> float:
-    return timed(work, 0.0).clock
 
 
 def here() -> dict[str, Any]:
@@ -258,8 +254,7 @@ class Cluster:
         return wrong
 
     def __str__(self) -> str:
-        told = [f"{f.name}={getattr(self, f.name):g}" for f in fields(self) if f.name in _TOLD]
-        return f"Cluster({', '.join(told)})"
+        return f"Cluster(nodes={self.nodes:g}, slots={self.slots:g}, gbit={self.gbit:g})"
 
     def probe(self, units: dict[str, float] | None = None) -> Probe:
         """Return the probe that such a cluster would have, as far as numbers tell."""
@@ -282,6 +277,3 @@ class Cluster:
             latency=latency or 5e-6,
             computed=True,
         )
-
-
-_TOLD = ("nodes", "slots", "gbit")

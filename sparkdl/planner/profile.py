@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparkdl.data.batches import BatchSpec, fields_to_batch
 from sparkdl.data.ragged import Rows
 from sparkdl.errors import ModelError
-from sparkdl.model.flat import Layout
 from sparkdl.model.recipe import LiveReplica, Recipe
 from sparkdl.parallel.pipeline import balanced, costs_of
 from sparkdl.parallel.trace import chain_of
@@ -156,13 +156,14 @@ class ProfileOrder:
             gradients = take_gradients(live)
             absent = [live.flat.parameters[n][0].name for n in sorted(gradients.absent)]
             layout = live.flat.layout
+            parameters = [s for s in layout.segments if s.kind == "parameter"]
             update, state = _update(recipe, live, gradients.absent)
             return {
                 "passes": passes,
                 "update": update,
                 "state": state,
-                "nbytes": _numbers(layout) * layout.dtype.itemsize,
-                "tensors": sum(s.kind == "parameter" for s in layout.segments),
+                "nbytes": sum(s.length for s in parameters) * layout.dtype.itemsize,
+                "tensors": len(parameters),
                 "kept": kept[0] / self.sizes[0],
                 "blocks": self._blocks(live),
                 "without": absent,
@@ -196,7 +197,7 @@ class ProfileOrder:
             value = output
         total = sum(seconds) or 1.0
         return [
-            Block(name, spent / total, cost, _nbytes(output) / size)
+            Block(name, spent / total, cost, sum(t.nbytes for t in _tensors(output)) / size)
             for (name, _), spent, cost, output in zip(
                 items, seconds, operations, outputs, strict=True
             )
@@ -211,7 +212,10 @@ def _seconds_of_block(item: nn.Module, value: object) -> float:
     """Return the processor time of a block's forward and backward."""
 
     def run() -> None:
-        taken = _detached(value)
+        # the end of a graph, as it is in the middle of a model
+        taken = tree_map_only(
+            torch.Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), value
+        )
         leaves = [tensor for tensor in _tensors(item(taken)) if tensor.requires_grad]
         if leaves:
             torch.autograd.backward(leaves, [torch.ones_like(tensor) for tensor in leaves])
@@ -223,27 +227,8 @@ def _seconds_of_block(item: nn.Module, value: object) -> float:
             parameter.grad = None
 
 
-def _detached(value: object) -> Any:
-    """Return a block's input as the end of a graph, as it is in the middle of a model."""
-    if isinstance(value, tuple):
-        return tuple(_detached(each) for each in value)
-    if isinstance(value, torch.Tensor):
-        return value.detach().requires_grad_(value.is_floating_point())
-    return value
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    for each in value if isinstance(value, tuple) else (value,):
-        if isinstance(each, torch.Tensor):
-            yield each
-
-
-def _nbytes(value: object) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(value))
-
-
-def _numbers(layout: Layout) -> int:
-    return sum(s.length for s in layout.segments if s.kind == "parameter")
+def _tensors(value: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _update(recipe: Recipe, live: LiveReplica, absent: frozenset[int]) -> tuple[Timed, float]:

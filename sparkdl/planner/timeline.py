@@ -13,14 +13,14 @@ import heapq
 import html
 import math
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from graphlib import TopologicalSorter
 
-from sparkdl.planner.choice import SHUFFLE, Choice, Facts
-from sparkdl.planner.estimate import BLOCK_SECONDS, BUCKET, BYTE_SECONDS, TASK_SECONDS, warmth
-from sparkdl.planner.probe import Probe
-from sparkdl.planner.profile import Profile
+from sparkdl.planner.choice import SHUFFLE, Choice
+from sparkdl.planner.estimate import BUCKET, TASK_SECONDS, Formulas
+from sparkdl.planner.profile import spread_factor
 
 DRIVER, NETWORK = "driver", "network"
 FORWARD = 1 / 3
@@ -36,24 +36,15 @@ MOST_LANES, WIDTH, LANE = 18, 720, 18
 
 
 @dataclass(frozen=True)
-class Operation:
-    """A piece of work on a resource, once the operations ``after`` which it comes have ended."""
+class Bar:
+    """A piece of work on a resource, once the ones ``after`` which it comes have ended."""
 
     resource: str
     kind: str
     seconds: float
     after: Sequence[int] = ()
     priority: int = 0  # among what is ready on its resource, the lowest first
-
-
-@dataclass(frozen=True)
-class Bar:
-    """An operation with its beginning."""
-
-    resource: str
-    kind: str
-    start: float
-    seconds: float
+    start: float = 0.0  # known after a run
 
     @property
     def end(self) -> float:
@@ -62,73 +53,50 @@ class Bar:
 
 @dataclass
 class Timeline:
-    """Operations, which are run event by event."""
+    """Bars, which are run event by event."""
 
-    operations: list[Operation] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
 
     def add(self, resource: str, kind: str, seconds: float, *after: int, priority: int = 0) -> int:
-        """Add an operation, and return its number."""
-        self.operations.append(Operation(resource, kind, seconds, after, priority))
-        return len(self.operations) - 1
+        """Add a bar, and return its number."""
+        self.bars.append(Bar(resource, kind, seconds, after, priority))
+        return len(self.bars) - 1
 
     def run(self) -> list[Bar]:
-        """Return all operations with the times at which they begin, in the order of their ends."""
-        missing = [len(set(one.after)) for one in self.operations]
-        followers: dict[int, list[int]] = {}
-        for number, one in enumerate(self.operations):
-            for before in set(one.after):
-                followers.setdefault(before, []).append(number)
-        ready: dict[str, list[tuple[int, float, int]]] = {}
-        ends: list[tuple[float, int]] = []
-        busy: set[str] = set()
-        spans: list[Bar] = []
-
-        def begin(resource: str, now: float) -> None:
-            if resource not in busy and ready.get(resource):
-                _, _, number = heapq.heappop(ready[resource])
-                busy.add(resource)
-                heapq.heappush(ends, (now + self.operations[number].seconds, number))
-
-        def free(number: int, now: float) -> None:
-            one = self.operations[number]
-            heapq.heappush(ready.setdefault(one.resource, []), (one.priority, now, number))
-
-        for number, count in enumerate(missing):
-            if not count:
-                free(number, 0.0)
-        for resource in list(ready):
-            begin(resource, 0.0)
-        while ends:
+        """Return all bars with the times at which they begin, in the order of their ends."""
+        order = TopologicalSorter({n: bar.after for n, bar in enumerate(self.bars)})
+        order.prepare()
+        ready = defaultdict[str, list[tuple[int, float, int]]](list)
+        ends, busy, spans, now = list[tuple[float, int]](), set[str](), list[Bar](), 0.0
+        while order.is_active():
+            for number in order.get_ready():
+                bar = self.bars[number]
+                heapq.heappush(ready[bar.resource], (bar.priority, now, number))
+            for resource, waiting in ready.items():
+                if waiting and resource not in busy:
+                    busy.add(resource)
+                    number = heapq.heappop(waiting)[-1]
+                    heapq.heappush(ends, (now + self.bars[number].seconds, number))
             now, number = heapq.heappop(ends)
-            one = self.operations[number]
-            spans.append(Bar(one.resource, one.kind, now - one.seconds, one.seconds))
-            busy.discard(one.resource)
-            touched = {one.resource}
-            for follower in followers.get(number, ()):
-                missing[follower] -= 1
-                if not missing[follower]:
-                    free(follower, now)
-                    touched.add(self.operations[follower].resource)
-            for resource in touched:
-                begin(resource, now)
+            bar = self.bars[number]
+            spans.append(replace(bar, start=now - bar.seconds))
+            busy.discard(bar.resource)
+            order.done(number)
         return spans
 
 
 def duration(spans: Sequence[Bar]) -> float:
-    """Return the end of the last operation."""
+    """Return the end of the last bar."""
     return max((span.end for span in spans), default=0.0)
 
 
-def simulated(choice: Choice, facts: Facts, profile: Profile, probe: Probe) -> list[Bar]:
+def simulated(choice: Choice, formulas: Formulas) -> list[Bar]:
     """Return an iteration by a choice, event by event."""
     if choice.engine == SHUFFLE:
-        return _shuffle(choice, facts, profile, probe).run()
-    words = choice.strategy.split("+")
-    if "pipeline" in words:
-        return _pipeline(choice, facts, profile, probe).run()
-    if choice.split > 1:
-        return _layer_by_layer(choice, facts, profile, probe).run()
-    return _buckets(choice, facts, profile, probe).run()
+        return _shuffle(choice, formulas).run()
+    if "pipeline" in choice.strategy:
+        return _pipeline(choice, formulas).run()
+    return _data_and_layers(choice, formulas).run()
 
 
 def paces(spread: float, ranks: int) -> list[float]:
@@ -139,119 +107,89 @@ def paces(spread: float, ranks: int) -> list[float]:
     return [max(0.1, normal.inv_cdf((rank + 0.5) / ranks)) for rank in range(ranks)]
 
 
-def _shuffle(choice: Choice, facts: Facts, profile: Profile, probe: Probe) -> Timeline:
+def _shuffle(choice: Choice, formulas: Formulas) -> Timeline:
     """The driver launches tasks one after another; slots compute; owners fetch and update."""
+    probe, parts = formulas.probe, formulas.parts_of(choice)
     line, count = Timeline(), choice.replicas
-    overhead = (probe.overhead(SHUFFLE, count) or 0.0) * warmth(facts.iterations)
-    compute = profile.line(facts.batch_size / count)
+    compute = formulas.profile.line(formulas.facts.batch_size / count)
     slots = [f"slot {n}" for n in range(min(count, probe.slots))]
-    if probe.nodes == 1:
-        begun = line.add(DRIVER, "schedule", overhead + BYTE_SECONDS * profile.nbytes)
-        launched = [begun] * count
-    else:
-        begun = line.add(DRIVER, "schedule", overhead)
+    begun, each = line.add(DRIVER, "schedule", parts["overhead"]), 0.0
+    launched = [begun] * count
+    if probe.nodes > 1:
         each = TASK_SECONDS / 2  # to launch a task, and to take its result
         launched = [line.add(DRIVER, "schedule", each, begun, priority=-2) for _ in range(count)]
-    done = [
-        _pass(line, slots[n % len(slots)], compute * pace, launched[n])
-        for n, pace in enumerate(paces(profile.line.spread, count))
-    ]
+    done = []
+    for n, pace in enumerate(paces(formulas.profile.line.spread, count)):
+        slot, seconds = slots[n % len(slots)], compute * pace
+        forward = line.add(slot, "forward", FORWARD * seconds, launched[n])
+        done.append(line.add(slot, "backward", (1 - FORWARD) * seconds, forward, priority=-1))
     if probe.nodes == 1:
-        line.add(slots[0], "update", profile.update, *done)
+        line.add(slots[0], "update", parts["update"], *done)
         return line
     results = [line.add(DRIVER, "schedule", each, one) for one in done]
     again = [line.add(DRIVER, "schedule", each, *results) for _ in done]
-    blocks = BLOCK_SECONDS * count * count / max(1, probe.slots)
-    moved = 2 * profile.nbytes * (probe.nodes - 1) / probe.nodes / probe.bandwidth
-    fetched = line.add(NETWORK, "sum", moved + blocks, *again)
-    updated = [line.add(slot, "update", profile.update / count, fetched) for slot in slots]
+    fetched = line.add(NETWORK, "sum", parts["sum"] + formulas.blocks(count), *again)
+    updated = [line.add(slot, "update", parts["update"], fetched) for slot in slots]
     for _ in done:
         line.add(DRIVER, "schedule", each, *updated)
     return line
 
 
-def _pass(line: Timeline, resource: str, seconds: float, *after: int, priority: int = 0) -> int:
-    forward = line.add(resource, "forward", FORWARD * seconds, *after, priority=priority)
-    return line.add(resource, "backward", (1 - FORWARD) * seconds, forward, priority=priority - 1)
+def _data_and_layers(choice: Choice, formulas: Formulas) -> Timeline:
+    """Each rank goes backward bucket by bucket, and the sum of one hides behind the next.
 
-
-def _begun(line: Timeline, choice: Choice, probe: Probe) -> int:
-    return line.add(DRIVER, "schedule", probe.overhead(choice.engine, choice.replicas) or 0.0)
-
-
-def _buckets(choice: Choice, facts: Facts, profile: Profile, probe: Probe) -> Timeline:
-    """Each rank goes backward bucket by bucket; the sum of one hides behind the next."""
-    line, count = Timeline(), choice.replicas
-    begun, seconds = _begun(line, choice, probe), profile.line(facts.batch_size / count)
-    hides = profile.nbytes > BUCKET and count < probe.cores * probe.nodes
-    buckets = max(1, round(profile.nbytes / BUCKET)) if hides else 1
-    steps = paces(profile.line.spread, count)
-    last = [
-        line.add(f"rank {rank}", "forward", FORWARD * seconds * pace, begun)
-        for rank, pace in enumerate(steps)
-    ]
-    summed = begun
-    for _ in range(buckets):
-        last = [
-            line.add(f"rank {rank}", "backward", (1 - FORWARD) * seconds * pace / buckets, before)
-            for rank, (pace, before) in enumerate(zip(steps, last, strict=True))
-        ]
-        share = probe.sum(count, profile.nbytes) / buckets
-        summed = line.add(NETWORK, "sum", share, summed, *last)
-    update = profile.update / (count if choice.strategy == "zero1" else 1)
-    for rank in range(count):
-        line.add(f"rank {rank}", "update", update, summed)
-    return line
-
-
-def _layer_by_layer(choice: Choice, facts: Facts, profile: Profile, probe: Probe) -> Timeline:
-    """All ranks compute a layer, then wait for what they exchange for the next one."""
-    line, count, sizes = Timeline(), choice.replicas, choice.sizes
-    words, last = choice.strategy.split("+"), _begun(line, choice, probe)
-    seconds = profile.line(facts.batch_size / max(1, choice.passes)) / sizes.tensor
-    steps = paces(profile.line.spread, count)
-    if "tensor" in words:
-        rounds = max(1, profile.tensors // 4)
-        width = profile.output * facts.batch_size / choice.passes
-        unit, exchange = probe.unit("tensor", count), 2 * probe.sum(sizes.tensor, width)
-        exchanges = [("sum", unit + exchange)]
+    With a split model all ranks compute a layer, then wait for what they exchange for the next one.
+    """
+    probe, profile, parts = formulas.probe, formulas.profile, formulas.parts_of(choice)
+    line, count, own = Timeline(), choice.replicas, formulas.overhead(choice)
+    whole, last = choice.split == 1, 0.0
+    if whole:
+        hides = profile.nbytes > BUCKET and count < probe.cores * probe.nodes
+        rounds = {"forward": 1, "backward": max(1, round(profile.nbytes / BUCKET)) if hides else 1}
+        summed = probe.sum(count, profile.nbytes)
     else:
-        rounds, exchanges = profile.tensors, []
-    if "fsdp" in words:
-        own = 1.5 * probe.sum(sizes.shard, profile.nbytes / sizes.tensor)
-        units = profile.tensors / sizes.tensor * probe.unit("fsdp", count)
-        exchanges.append(("sum", (own + units) / rounds))
+        layers = max(1, profile.tensors // 4) if "tensor" in choice.strategy else profile.tensors
+        rounds = {"forward": layers, "backward": layers}
+        last = probe.sum(choice.sizes.data, profile.nbytes / choice.split)
+        summed = parts["sum"] - last + parts["overhead"] - own
+    network = line.add(DRIVER, "schedule", own)
+    alone = parts["compute"] / spread_factor(profile.line.spread, count)
+    before = [network] * count
     for kind, share in (("forward", FORWARD), ("backward", 1 - FORWARD)):
-        for _ in range(rounds):
-            computed = [
-                line.add(f"rank {rank}", kind, seconds * share * pace / rounds, last)
-                for rank, pace in enumerate(steps)
+        for _ in range(rounds[kind]):
+            before = [
+                line.add(f"rank {rank}", kind, share * alone * pace / rounds[kind], before[rank])
+                for rank, pace in enumerate(paces(profile.line.spread, count))
             ]
-            last = line.add(NETWORK, "sum", share * sum(s for _, s in exchanges), *computed)
-    last = line.add(NETWORK, "sum", probe.sum(sizes.data, profile.nbytes / choice.split), last)
+            if kind == "backward" or not whole:
+                exchange = (1.0 if whole else share) * summed / rounds[kind]
+                network = line.add(NETWORK, "sum", exchange, network, *before)
+            if not whole:
+                before = [network] * count
+    network = line.add(NETWORK, "sum", last, network)
     for rank in range(count):
-        line.add(f"rank {rank}", "update", profile.update / choice.split, last)
+        line.add(f"rank {rank}", "update", parts["update"], network)
     return line
 
 
-def _pipeline(choice: Choice, facts: Facts, profile: Profile, probe: Probe) -> Timeline:
+def _pipeline(choice: Choice, formulas: Formulas) -> Timeline:
     """The engine's own order, 1F1B: a stage runs backward as soon as it can."""
-    line, sizes, count = Timeline(), choice.sizes, choice.micro_batches
-    begun, stages = _begun(line, choice, probe), choice.sizes.pipe
-    units = line.add(DRIVER, "schedule", count * probe.unit("pipeline", choice.replicas), begun)
-    rows = facts.batch_size / max(1, choice.passes) / count
-    whole = profile.line(rows)
-    seconds = [share * whole for share in profile.stages(stages)]
+    probe, profile, parts = formulas.probe, formulas.profile, formulas.parts_of(choice)
+    line, count, stages = Timeline(), choice.micro_batches, choice.sizes.pipe
+    begun = line.add(DRIVER, "schedule", parts["overhead"])
+    rows = formulas.facts.batch_size / max(1, choice.passes) / count
+    seconds = [share * profile.line(rows) for share in profile.stages(stages)]
     message = probe.message(profile.output * rows)
-    ends: list[int] = []
-    copies = choice.replicas // stages
-    for copy in range(copies):
-        ends += one_f_one_b(line, seconds, count, message, units, f"copy {copy} " * (copies > 1))
-    summed = line.add(NETWORK, "sum", probe.sum(sizes.data, profile.nbytes / choice.split), *ends)
-    for copy in range(copies):
+    several = choice.replicas > stages
+    labels = [f"copy {copy} " * several for copy in range(choice.replicas // stages)]
+    ends = [
+        end for label in labels for end in one_f_one_b(line, seconds, count, message, begun, label)
+    ]
+    data = probe.sum(choice.sizes.data, profile.nbytes / choice.split)
+    summed = line.add(NETWORK, "sum", data, *ends)
+    for label in labels:
         for stage in range(stages):
-            name = f"{f'copy {copy} ' * (copies > 1)}stage {stage}"
-            line.add(name, "update", profile.update / choice.split, summed)
+            line.add(f"{label}stage {stage}", "update", parts["update"], summed)
     return line
 
 

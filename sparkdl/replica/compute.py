@@ -182,7 +182,7 @@ def forward_backward(
     ``scale`` multiplies the loss before backward, and the gradients are divided by it again.
     ``sink`` takes each dense gradient as soon as it is complete; others stay in ``grad``. ``parts``
     is the least number of passes; if it is not 0, no part is left out, because other processes make
-    their passes at the same time.
+    their passes at the same time, but one without weight has no effect.
     """
     options = replica.recipe.options
     replica.train()
@@ -206,8 +206,10 @@ def forward_backward(
         for i, (part, own) in enumerate(cut):
             last = i == len(cut) - 1
             replica.give_gradients(take if sink is not None and last else None)
+            apart = replica.apart() if replica.apart and not last else contextlib.nullcontext()
+            unseen = contextlib.nullcontext() if own else buffers_kept(replica.flat.module)
             try:
-                with replica.apart() if replica.apart and not last else contextlib.nullcontext():
+                with apart, unseen:
                     value, count, told = _loss(replica, part)
                     clock.lap("forward")
                     factor = division.factor(own, count)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparkdl.codec.packed import ByParameter, Tensors, TensorSpec, copy_packed, specs_of
+from sparkdl.codec.packed import ByParameter, Tensors, copy_packed, specs_of
 from sparkdl.data.batches import (
     Batch,
     BatchSpec,
@@ -366,32 +366,18 @@ def section_maps(
 ) -> list[SectionLayout]:
     """Return the layout of each slice's section for this outcome."""
     wire = live.recipe.options.wire_dtype or live.flat.layout.dtype
-    arrays = {
-        name: str(array.dtype).removeprefix("torch.") for name, array in outcome.arrays.items()
-    }
-    return [
-        SectionLayout(
-            wire,
-            {
-                fragment.number: len(
-                    cut_rows(fragment, outcome.gradients.tables[fragment.number])[0]
-                )
-                for fragment in plan.tables
-                if fragment.number in outcome.gradients.tables
-            },
-            arrays,
-            _specs(plan, outcome),
-        )
-        for plan in plans
-    ]
-
-
-def _specs(plan: SliceSpec, outcome: ReplicaResult) -> tuple[TensorSpec, ...] | None:
-    """Return the specs of the compressed gradients of a slice."""
-    if outcome.compressed is None:
-        return None
-    numbers = [p.number for p in plan.parameters if p.number in outcome.compressed]
-    return specs_of({number: outcome.compressed[number] for number in numbers})
+    tables, compressed = outcome.gradients.tables, outcome.compressed
+    arrays = {name: str(a.dtype).removeprefix("torch.") for name, a in outcome.arrays.items()}
+    maps = []
+    for plan in plans:
+        fragments = [one for one in plan.tables if one.number in tables]
+        rows = {one.number: len(cut_rows(one, tables[one.number])[0]) for one in fragments}
+        specs = None
+        if compressed is not None:
+            numbers = [p.number for p in plan.parameters if p.number in compressed]
+            specs = specs_of({number: compressed[number] for number in numbers})
+        maps.append(SectionLayout(wire, rows, arrays, specs))
+    return maps
 
 
 def sections_nbytes(

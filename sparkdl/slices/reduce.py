@@ -318,11 +318,16 @@ def average(
 
 
 def merge_buffers(
-    plan: SliceSpec, sections: Sequence[Section], weights: torch.Tensor, seed: int = 0
+    plan: SliceSpec,
+    sections: Sequence[Section],
+    weights: torch.Tensor,
+    seed: int = 0,
+    behind: bool = False,
 ) -> None:
     """Merge buffers into ``weights`` by their rules, see :mod:`sparkdl.model.buffers`.
 
     A replica with weight 0 has not run a forward pass and is ignored. If all have, nothing changes.
+    Replicas may be ``behind``: a range then keeps what versions that they have not read added to it.
     """
     ordered = sorted((c for c in sections if c.weight), key=lambda section: section.replica)
     single = [c for c in ordered if not c.repeats]
@@ -344,6 +349,8 @@ def merge_buffers(
             _average(values, [c.weight for c in counted], merged)
             means.append((values, merged))
         else:
+            if behind and fragment.rule in (MIN, MAX):
+                values.append(merged.clone())
             merge_values(fragment.rule, values, [], merged)
     if means and not torch.stack([merged.isfinite().all() for _, merged in means]).all():
         for values, merged in means:

@@ -336,7 +336,7 @@ class SliceUpdater:
                 self._step(block, state, part, sections, hyperparameters, loss)
                 if not whole:
                     keep_block(self.plan, block, state, new)
-        merge_buffers(self.plan, sections, new.weights, seed)
+        merge_buffers(self.plan, sections, new.weights, seed, self.options.behind)
         applied = ReducedGradient(memory, part.absent, part.tables)
         return UpdateResult(norm, histograms_of(shown, new.weights, applied))
 

@@ -232,16 +232,6 @@ def check_writable(what: str, named: str | Path, folder: Path) -> None:
         ) from error
 
 
-def extra_needed(what: str, extra: str, library: str) -> ParameterError:
-    """Return the error for a library that is not installed.
-
-    It is raised when the summary is created, not during the training.
-    """
-    return ParameterError(
-        f'{what} needs a library that is not installed: pip install {library} (the extra "{extra}")'
-    )
-
-
 def scalars(before: TrainState, state: TrainState) -> Iterator[tuple[str, float]]:
     """Yield the names and values to show for an iteration; ``before`` is the state shown last."""
     yield "loss", state.loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparkdl.codec.charts import check_bokeh
 from sparkdl.codec.files import path_here
@@ -23,7 +23,24 @@ SHARE = 0.05
 """The largest share of the time that pages may take while training goes on."""
 
 
-class Report(Recorder):
+class _FileOfRun(Recorder):
+    """A recorder that writes what it has recorded to a file of one of these ``suffixes``."""
+
+    suffixes: ClassVar[tuple[str, ...]]
+
+    def __init__(self, path: str | Path, every: Trigger | None = None) -> None:
+        super().__init__(every_epoch() if every is None else every)
+        self._path = path_here(path).absolute()  # the callback may run elsewhere
+        if self._path.suffix.lower() not in self.suffixes:
+            known = " or ".join(self.suffixes)
+            raise ParameterError(f'{type(self).__name__}("{path}"): end the name in {known}.')
+
+    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        super().on_fit_start(trainer, state)
+        check_replaceable(type(self).__name__, self._path)
+
+
+class Report(_FileOfRun):
     """A callback that writes the page of :meth:`sparkdl.History.report` while training goes on.
 
     The file is replaced as a whole. The page of a resumed run includes the time before. Recoveries,
@@ -39,17 +56,12 @@ class Report(Recorder):
             starts, the file cannot be written.
     """
 
-    def __init__(self, path: str | Path, every: Trigger | None = None) -> None:
-        super().__init__(every_epoch() if every is None else every)
-        check_bokeh()
-        self._path = path_here(path).absolute()  # the callback may run elsewhere
-        self._next = -math.inf
-        if self._path.suffix.lower() != ".html":
-            raise ParameterError(f'Report("{path}"): end the name in .html.')
+    suffixes = (".html",)
 
-    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
-        super().on_fit_start(trainer, state)
-        check_replaceable("Report", self._path)
+    def __init__(self, path: str | Path, every: Trigger | None = None) -> None:
+        check_bokeh()
+        super().__init__(path, every)
+        self._next = -math.inf
 
     def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
         self._next = -math.inf
@@ -70,7 +82,7 @@ class Report(Recorder):
             run_page(history, self._path.stem, self._path.parent).save(part)
 
 
-class HistoryFile(Recorder):
+class HistoryFile(_FileOfRun):
     """A callback that writes the history to a file at each ``every`` and with each checkpoint.
 
     It writes :meth:`sparkdl.History.save`, and replaces the file as a whole, so it can be opened at
@@ -86,15 +98,10 @@ class HistoryFile(Recorder):
             written.
     """
 
-    def __init__(self, path: str | Path, every: Trigger | None = None) -> None:
-        super().__init__(every_epoch() if every is None else every)
-        self._path = path_here(path).absolute()  # the callback may run elsewhere
-        if self._path.suffix.lower() not in (".csv", ".json"):
-            raise ParameterError(f'HistoryFile("{path}"): end the name in .csv or .json.')
+    suffixes = (".csv", ".json")
 
     def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
         super().on_fit_start(trainer, state)
-        check_replaceable("HistoryFile", self._path)
         if state.iteration > 0 and not len(self.history) and self._path.is_file():
             self.history = History.load(self._path)
             self.history.truncate(state.iteration)

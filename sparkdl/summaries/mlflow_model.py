@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,17 +17,16 @@ import torch
 from pyspark.sql import DataFrame
 
 from sparkdl.data.columns.base import names_read
-from sparkdl.errors import ParameterError, UserError, kind_of
+from sparkdl.errors import ParameterError, UserError, kind_of, optional_library
 from sparkdl.infer.model import TrainedModel, load
 from sparkdl.settings import DISTRIBUTION, __version__
-from sparkdl.summaries.base import extra_needed
 from sparkdl.summaries.mlflow_pyfunc import PyFunc
 
 logger = logging.getLogger("sparkdl")
 FLAVOR = "sparkdl"
 LOADER = "sparkdl.mlflow"
 """The module whose ``_load_pyfunc`` MLflow calls; stored models name it."""
-_FOLDER, _TORCH, _CODE = "sparkdl", "data", "code"
+_FOLDER, _TORCH = "sparkdl", "data"
 EXAMPLE_ROWS = 5
 
 
@@ -127,6 +125,7 @@ def save_model(
     from mlflow import pyfunc
     from mlflow.models import Model
     from mlflow.models.utils import _save_example
+    from mlflow.utils.model_utils import _validate_and_copy_code_paths
 
     folder = Path(path)
     if folder.exists() and any(folder.iterdir()):
@@ -148,7 +147,7 @@ def save_model(
     folder.mkdir(parents=True, exist_ok=True)
     trained.save(folder / _FOLDER)
     _save_torch(trained.module, folder / _TORCH)
-    code = _copy_code(code_paths, folder)
+    code = _validate_and_copy_code_paths([*map(str, code_paths)] or None, str(folder))
     described.signature = signature
     if example is not None:
         _save_example(described, example, str(folder))
@@ -194,11 +193,7 @@ def _load_pyfunc(path: str) -> PyFunc:
 
 def _mlflow(what: str) -> Any:
     """Return the library. Raises ParameterError if it is not installed."""
-    try:
-        import mlflow
-    except ImportError:
-        raise extra_needed(what, "mlflow", "mlflow-skinny") from None
-    return mlflow
+    return optional_library("mlflow", what, "mlflow", "mlflow-skinny")
 
 
 def check_model(what: str, trained: Any) -> None:
@@ -253,18 +248,6 @@ def _save_torch(module: torch.nn.Module, folder: Path) -> None:
     folder.mkdir()
     (folder / "pickle_module_info.txt").write_text(pickle_module.__name__, encoding="utf-8")
     torch.save(module, folder / "model.pth", pickle_module=pickle_module)
-
-
-def _copy_code(paths: Sequence[str | Path], folder: Path) -> str | None:
-    """Copy files and folders of modules into the model's folder; return the name of their place."""
-    for path in map(Path, paths):
-        (folder / _CODE).mkdir(exist_ok=True)
-        if path.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(path, folder / _CODE / path.name, ignore=ignored)
-        else:
-            shutil.copy(path, folder / _CODE)
-    return _CODE if paths else None
 
 
 def _requirements() -> list[str]:

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.codec.describe import without_credentials
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, optional_library
 from sparkdl.slices.update import Histogram
-from sparkdl.summaries.base import extra_needed
 
 logger = logging.getLogger("sparkdl")
 MOST_METRICS = 1000
@@ -66,10 +65,7 @@ class TrackedRun:
     """
 
     def __init__(self, name: str | None, awaits_model: bool = False, nested: bool = False) -> None:
-        try:
-            library()
-        except ImportError:
-            raise extra_needed("MLflow", "mlflow", "mlflow-skinny") from None
+        optional_library("mlflow", "MLflow", "mlflow", "mlflow-skinny")
         self._name, self._awaits_model, self._nested = name, awaits_model, nested
         self.client: Any = None
         self._unsent: list[Any] = []

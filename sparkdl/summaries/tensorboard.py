@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from sparkdl.errors import optional_library
 from sparkdl.loop.triggers import Every, Trigger
 from sparkdl.slices.update import EDGES, Histogram
-from sparkdl.summaries.base import Summaries, check_writable, extra_needed
+from sparkdl.summaries.base import Summaries, check_writable
 
 _FLUSH_SECONDS = 5
 
@@ -40,11 +41,10 @@ class EventFiles:
     """A writer of TensorBoard's event files into a folder."""
 
     def __init__(self, log_dir: str | Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter as Events
-        except ImportError:
-            raise extra_needed("TensorBoard", "tensorboard", "tensorboard") from None
-        self._new_events = Events
+        events = optional_library(
+            "torch.utils.tensorboard", "TensorBoard", "tensorboard", "tensorboard"
+        )
+        self._new_events = events.SummaryWriter
         there = "://" in str(log_dir)  # the callback may run where the working directory is another
         self._log_dir = str(log_dir if there else Path(log_dir).absolute())
         self._events: Any = None

@@ -24,6 +24,8 @@ from pyspark.sql import DataFrame
 from sparkdl.data.columns.base import Specs, masked_of
 from sparkdl.data.equal_rows import tell_of_shares
 from sparkdl.data.fields import ReadOtherwise, adapted_specs
+from sparkdl.data.preview import OnHandles, Work
+from sparkdl.data.row_errors import columns_with, varying
 from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
 from sparkdl.data.sampling import MOST_VALUES, Tallies, Tally, counts_of
 from sparkdl.engines.delivery import ValidationSet
@@ -70,7 +72,7 @@ class SharedSamples:
 
     data: Any
     _trainer: TrainerSpec
-    _float_dtype: str
+    float_dtype: str  # of floating-point values
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closed: threading.Event = field(default_factory=threading.Event)
 
@@ -86,11 +88,6 @@ class SharedSamples:
     def _release(self) -> None:
         """Give back what holds the samples."""
         raise NotImplementedError
-
-    @property
-    def float_dtype(self) -> str:
-        """The dtype of floating-point values."""
-        return self._float_dtype
 
     def check(self, trainer: TrainerSpec, float_dtype: str) -> None:
         """Raise ParameterError if a fit of ``trainer``, whose model is of ``float_dtype``, cannot use
@@ -118,8 +115,8 @@ class SharedSamples:
             yield f"replicas={trainer.replicas}, placed with {self.replicas}"
         if (trainer.engine == "local") != (mine.engine == "local"):
             yield f'engine="{trainer.engine}", placed with "{mine.engine}"'
-        if float_dtype != self._float_dtype:
-            yield f"a model of {float_dtype}, placed with {self._float_dtype}"
+        if float_dtype != self.float_dtype:
+            yield f"a model of {float_dtype}, placed with {self.float_dtype}"
         scored, placed = trainer.validation, mine.validation
         if scored is not None and (placed is None or scored.data is not placed.data):
             yield "validation has other data" if placed else "validation was not placed"
@@ -215,7 +212,7 @@ class PlacedSamples(SharedSamples):
             model = prepare(trainer, None)
             progress.doing("starting workers")
             replicas = replicas_of(trainer, facts, trainer.number_of_replicas)
-            slab = SlabConfig.new(settings.slab_dir, context.applicationId)
+            slab = SlabConfig.new(settings.slab_dir, facts.application)
             resources = stack.enter_context(FitResources(context, slab, settings.timeout))
             progress.doing("reading rows", resources.rows_read)
             placed = cls.within(resources, trainer, data, replicas, model.float_dtype)
@@ -251,7 +248,7 @@ class PlacedSamples(SharedSamples):
             validation=validation,
             slab=resources.slab,
             _trainer=trainer,
-            _float_dtype=float_dtype,
+            float_dtype=float_dtype,
             _resources=resources,
         )
 
@@ -287,8 +284,8 @@ def read_again(columns: Specs, otherwise: ReadOtherwise, reading: int) -> Specs:
     if reading == MOST_READINGS:
         raise otherwise
     for name, spec in otherwise.specs.items():
-        text = 'the data is read again, with columns={"%s": sparkdl.%s}: give that to read it once.'
-        logger.warning(text, name, spec)
+        text = "the data is read again, with %s: give that to read it once."
+        logger.warning(text, columns_with(name, spec))
     return {**columns, **otherwise.specs}
 
 
@@ -305,9 +302,9 @@ def as_read(trainer: Spec, samples: SampleSet, validation: SampleSet | None = No
     changed = [n for n in features if columns.get(n) != trainer.columns.get(n)]
     if changed and trainer.augment:
         raise ParameterError(
-            f'the samples were placed with columns={{"{changed[0]}": sparkdl.{columns[changed[0]]}}}, '
-            "which the rows asked for, and augment= of this trainer would get rows of that form: place "
-            "the samples for this trainer."
+            f"the samples were placed with {columns_with(changed[0], columns[changed[0]])}, which the "
+            "rows asked for, and augment= of this trainer would get rows of that form: place the "
+            "samples for this trainer."
         )
     return replace(trainer, columns=columns)
 
@@ -444,8 +441,7 @@ def check_validation(samples: SampleSet, validation: SampleSet) -> None:
             lists = len(one.shape) == len(other.shape) and one.shape[1:] == other.shape[1:]
             remedy = "give both alike."
             if lists and replace(one, shape=other.shape) == other:
-                spec = f'columns={{"{other.name}": sparkdl.Sequence()}}'
-                remedy = f"declare {spec} if lengths vary, or {remedy}"
+                remedy = varying(other.name, remedy)
             text = f'validation data: "{one.name}" is {one}, in the training data {other}: {remedy}'
             specs = adapted_specs([*samples.handles, *validation.handles])
             if other.name in specs:
@@ -513,17 +509,18 @@ def _tallies(tally: Tally, samples: SampleSet, gang: StartableGroup | None) -> T
     """Return the tally of each partition, wherever it lies."""
     if samples.rdd is not None:
         with stage_name(samples.rdd.ctx, "count rows to draw or to weigh"):
-            return samples.rdd.ctx.runJob(samples.rdd, tally)
+            return samples.rdd.ctx.runJob(samples.rdd, OnHandles(tally.read))
     if gang is not None:
-        return gang.call(_TallyPart(tally), "counting rows to draw or to weigh")
-    return [tally.read(handle) for handle in samples.handles]
+        return gang.call(OnPart(tally.read), "counting rows to draw or to weigh")
+    return [tally.read(partition, handle) for partition, handle in enumerate(samples.handles)]
 
 
 @dataclass(frozen=True)
-class _TallyPart:
-    """The command that counts a rank's training rows."""
+class OnPart:
+    """The command that does work for a rank's samples: of the training (0) or the validation (1)."""
 
-    tally: Tally
+    work: Work
+    part: int = 0
 
-    def __call__(self, member: RankContext) -> tuple[np.ndarray, np.ndarray]:
-        return self.tally.read(pickle.loads(frames_of(member.frames)[0]))
+    def __call__(self, member: RankContext) -> Any:
+        return self.work(member.rank, pickle.loads(frames_of(member.frames)[self.part]))

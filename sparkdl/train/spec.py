@@ -237,7 +237,7 @@ class TrainerSpec:
 
     - "first": the value of the first replica that had rows; the default, as in torch's DDP.
     - "mean": the mean, weighted by rows; the default for running statistics of torch's norms.
-    - "min", "max": of each element.
+    - "min", "max": of each element; with stale gradients also of the value that there is by then.
     - "sum": the value before, and all that replicas have added to it.
     - A function gets the values of the replicas that had rows as one tensor, in their order along the
       first dimension, and returns one of them. With one such replica it is not called.
@@ -363,6 +363,7 @@ class TrainerSpec:
             local_steps=self.local_steps * model.inner_steps,
             outer=model.outer_optimizer is not None,
             topology=model.topology,
+            behind=model.keep > 1,
             buffers=dict(self.buffers),
             class_weights=_table(self.class_weights),
             activation_checkpointing=tuple(self.activation_checkpointing),

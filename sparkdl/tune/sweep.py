@@ -24,7 +24,7 @@ from sparkdl.loop.callbacks import Callback, StopTraining
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.triggers import max_iteration
 from sparkdl.metrics.classes import Judging
-from sparkdl.metrics.scores import OBJECTIVES, BestThreshold
+from sparkdl.metrics.scores import OBJECTIVES, best_threshold
 from sparkdl.model.recipe import Part
 from sparkdl.plain import is_whole
 from sparkdl.train.trainer import Trainer
@@ -86,7 +86,7 @@ def threshold(
             f"metric={shown(metric)}: give one of {', '.join(OBJECTIVES)}, or a function of the "
             f"numbers of true and false positives and negatives.{nearest(str(metric), OBJECTIVES)}"
         )
-    best = BestThreshold(objective=objective)
+    best = best_threshold(objective)
     alone = replace(trained, loss=None)  # labels may be of a kind that the loss does not take
     found = alone.evaluate(data, [best], batch_size, output)[best.name]
     if found["threshold"] != found["threshold"]:

@@ -106,6 +106,13 @@ ROWS: dict[str, dict[str, Any]] = {
         "loss": IGNORING,
         "accumulate": 4,
     },
+    "fsdp, micro-batches that weigh nothing": {
+        "strategy": UNITS,
+        "model": models.remembering,
+        "class_weights": [1.0, 0.0, 2.0],
+        "accumulate": 4,
+        "batch_size": 8,
+    },
     "fsdp, inputs by keyword": {**by_keyword("dataclass"), "strategy": "fsdp"},
     "tensor, by hand": {"model": models.hidden, "strategy": BY_HAND},
     "tensor, what is whole between layers that are cut": {

@@ -39,6 +39,12 @@ WAY_OUT = (
     'give columns={{"{}": sparkdl.Convert(function)}}, a function of its Python value.'
 ).format
 LABELLED = "features array<double>, label double"
+
+
+def letters(texts: list[str]) -> list[list[int]]:
+    return [[ord(letter) for letter in text] for text in texts]
+
+
 COLUMNS = [
     data_error(
         "missing column",
@@ -51,23 +57,6 @@ COLUMNS = [
         lambda fit: fit(fit.good().drop("label")),
         'label column "label" is missing. The DataFrame has: features, n, s. '
         "To train without a label, set label=None.",
-    ),
-    data_error(
-        "several at once",
-        lambda fit: fit(fit.good(), features=["featres", "n", "s"], label="labels"),
-        '3 problems:\n  - feature column "featres" is missing. Did you mean "features"? The '
-        'DataFrame has: features, label, n, s.\n  - feature column "s" is of type string: '
-        "tokenize text with columns={...: sparkdl.Text(tokenizer)}, number categories with "
-        "pyspark.ml.feature.StringIndexer, or cast it if "
-        'it holds numbers.\n  - label column "labels" is missing. Did you mean "label"? The '
-        "DataFrame has: features, label, n, s. To train without a label, set label=None.",
-    ),
-    data_error(
-        "string column",
-        lambda fit: fit(fit.good(), features="s"),
-        'feature column "s" is of type string: tokenize text with columns={...: '
-        "sparkdl.Text(tokenizer)}, number categories with pyspark.ml.feature.StringIndexer, or cast "
-        "it if it holds numbers.",
     ),
     data_error(
         "timestamp column",
@@ -221,8 +210,8 @@ ROWS = [
         lambda fit: fit(
             fit.good(), validation=sparkdl.Validation(fit.features("array<double>", [1.0]))
         ),
-        'validation data: "features" is float32[1], in the training data float32[2]: declare '
-        'columns={"features": sparkdl.Sequence()} if lengths vary, or give both alike.',
+        'validation data: "features" is float32[1], in the training data float32[2]: give both alike. '
+        'Rows of varying length are padded with columns={"features": sparkdl.Sequence()}.',
         jobs=6,
     ),
     data_error(
@@ -230,6 +219,20 @@ ROWS = [
         lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.rdd((([1.0], [2.0]), 1.0)))),
         "validation data: a sample has 2 inputs and 1 labels, in the training data 1 and 1.",
         jobs=6,
+    ),
+    data_error(
+        "labels on the other side of the tokens",
+        lambda fit: fit(
+            fit.frame("features string, label array<int>", ("ab", [1, 2]), ("a", [1])),
+            columns={
+                "features": sparkdl.Text(letters, padding_side="left"),
+                "label": sparkdl.Sequence(padding=-100),
+            },
+        ),
+        '"features" is padded on the left and "label" on the right, and both are equally long in each '
+        "row, so their elements would not be side by side: give both the same padding_side=, as in "
+        'columns={"labels": sparkdl.Sequence(padding=-100, padding_side="left")}.',
+        jobs=3,
     ),
     data_error(
         "a field of an RDD, of a DataFrame",

@@ -179,6 +179,10 @@ def unseeded() -> nn.Module:
     return scalar_model()
 
 
+def wants_a_gpu() -> nn.Module:
+    raise AssertionError("Torch not compiled with CUDA enabled")
+
+
 def loss_that_raises(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     raise KeyError("margin")
 
@@ -214,6 +218,12 @@ MODELS = [
         lambda fit: fit(fit.good(), model=nn.Linear),
         "model(), which is called without arguments, raised TypeError: Linear.__init__() missing 2 "
         "required positional arguments: 'in_features' and 'out_features'",
+    ),
+    model_error(
+        "model that wants a GPU where there is none",
+        lambda fit: fit(fit.good(), model=wants_a_gpu),
+        "model(), which is called without arguments, raised AssertionError: Torch not compiled with "
+        "CUDA enabled. Name no device in it: each task moves the model to its GPU, if it has one.",
     ),
     tried(
         "wrong input size",
@@ -540,6 +550,21 @@ LOSSES = [
         ),
         '"label" goes from 0 to 1.5, and BCELoss takes labels from 0 to 1: make them 0 and 1, or '
         "use CrossEntropyLoss for class numbers and MSELoss for measurements.",
+    ),
+    tried(
+        "the second of two labels beyond a masked loss, in a late row",
+        lambda fit: fit(
+            fit.frame(
+                "features array<double>, seen long, bought double",
+                *[([1.0, 2.0], 1, 0.0), ([1.0, 2.0], None, 1.0)] * 4,
+                ([1.0, 2.0], 0, 2.0),
+            ),
+            model=two_classes,
+            label=["seen", "bought"],
+            loss=sparkdl.MaskedLoss(nn.BCEWithLogitsLoss()),
+        ),
+        '"bought" goes from 0 to 2, and BCEWithLogitsLoss takes labels from 0 to 1: make them 0 and '
+        "1, or use CrossEntropyLoss for class numbers and MSELoss for measurements.",
     ),
     model_error(
         "labels of signs for probabilities, in the validation data alone",

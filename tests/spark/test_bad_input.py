@@ -477,7 +477,9 @@ def test_numbers_where_arrays_were_are_refused(spark: Any, trained: Any) -> None
         records.collect()
 
 
-def test_a_session_that_was_stopped(spark: Any) -> None:
+def test_a_session_that_was_stopped(
+    spark: Any, trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = Fit(spark).good()
     message = (
         "the session of this data was stopped: make a new one with sparkdl.session(master), and "
@@ -488,3 +490,7 @@ def test_a_session_that_was_stopped(spark: Any) -> None:
         given = mock.Mock(spec=type(found), ctx=context, sparkSession=mock.Mock(_sc=context))
         with expect(SessionError, message):
             context_of(given)
+    monkeypatch.setattr(data.sparkSession, "_sc", context)
+    for predict in (trained.transform, trained.evaluate):
+        with expect(SessionError, message):
+            predict(data)

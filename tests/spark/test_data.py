@@ -17,10 +17,11 @@ import pyarrow as pa
 import pytest
 import torch
 from launch import in_turn, soak_but
-from pyspark import RDD, StorageLevel, cloudpickle
+from pyspark import StorageLevel, cloudpickle
 from pyspark.ml.linalg import Matrices, Vectors
 from pyspark.sql import Row, functions
 from pyspark.sql.types import DoubleType, StructField, StructType, UserDefinedType
+from sample_reader import Reader, same
 from torch import nn
 
 import sparkdl
@@ -28,57 +29,14 @@ from sparkdl.data import samples as module
 from sparkdl.data.arrow_tasks import _with_zeros, bad_rows
 from sparkdl.data.columns.base import Column
 from sparkdl.data.fields import SampleHandle
-from sparkdl.data.partition_reader import close_partitions, open_partition
+from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.records import Sample
 from sparkdl.data.samples import SampleSet, Source, check_handles, materialize, materialize_here
-from sparkdl.slab.pool import release
-from sparkdl.slab.root import SlabConfig, remove_root
 from sparkdl.spark.executors import own_properties
 from sparkdl.spark.frames import map_frames
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-class Reader:
-    """Makes sample sets and reads them back; the slabs of ``local[2]`` are on this machine."""
-
-    def __init__(self, spark: Any) -> None:
-        self.spark, self.context = spark, spark.sparkContext
-        self.slab = SlabConfig.new("/dev/shm", self.context.applicationId)
-        self.rdds: list[RDD] = []
-
-    def samples(
-        self,
-        data: Any,
-        features: Any = ("features",),
-        label: Any = ("label",),
-        replicas: int = 2,
-        dtype: str = "float32",
-        here: bool = False,
-    ) -> SampleSet:
-        source = Source(data, tuple(features), tuple(label), replicas, dtype, self.slab)
-        return materialize_here(source) if here else materialize(source, self.persist)
-
-    def persist(self, rdd: RDD) -> RDD:
-        self.rdds.append(rdd.persist(StorageLevel.MEMORY_AND_DISK))
-        return rdd
-
-    def rows(self, samples: SampleSet) -> list[np.ndarray]:
-        """One array a field: all partitions, each in canonical order."""
-        parts = [
-            open_partition(handle).gather(np.arange(handle.num_rows))
-            for handle in samples.handles
-            if handle.num_rows
-        ]
-        return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
-
-    def close(self) -> None:
-        close_partitions()
-        release(self.slab.name)
-        remove_root(self.slab)
-        for rdd in self.rdds:
-            rdd.unpersist()
 
 
 @pytest.fixture
@@ -90,14 +48,6 @@ def reader(spark: Any) -> Iterator[Reader]:
 
 def sorted_rows(array: np.ndarray) -> list[Any]:
     return sorted(array.tolist())
-
-
-def same(left: SampleSet, right: SampleSet) -> bool:
-    return (
-        left.counts == right.counts
-        and left.fields == right.fields
-        and [h.checksum for h in left.handles] == [h.checksum for h in right.handles]
-    )
 
 
 COLUMNS = [

@@ -16,8 +16,10 @@ import pytest
 import torch
 from hex_column import Hex
 from launch import soak_but
-from pyspark import RDD, StorageLevel, cloudpickle
+from pyspark import RDD, cloudpickle
 from pyspark.ml.linalg import Vectors
+from sample_reader import Reader as AnyReader
+from sample_reader import same
 from torch import nn
 from trained import trained_model
 
@@ -35,66 +37,32 @@ from sparkdl import (
     max_iteration,
 )
 from sparkdl.data.fields import Field
-from sparkdl.data.partition_reader import close_partitions, open_partition
-from sparkdl.data.ragged import Padding, Ragged, concatenate
+from sparkdl.data.partition_reader import open_partition
+from sparkdl.data.ragged import Padding, Ragged
 from sparkdl.data.records import Sample
-from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
+from sparkdl.data.samples import SampleSet
 from sparkdl.errors import DataError
 from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.outputs import Output
 from sparkdl.loop.history import History
-from sparkdl.slab.pool import release
-from sparkdl.slab.root import SlabConfig, remove_root
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(sys.modules[Hex.__module__])
 
 
-class Reader:
-    """Makes sample sets and reads them back."""
+class Reader(AnyReader):
+    """Reads in this process, without a label, if nothing else is said."""
 
-    def __init__(self, spark: Any) -> None:
-        self.spark, self.context = spark, spark.sparkContext
-        self.slab = SlabConfig.new("/dev/shm", self.context.applicationId)
-        self.rdds: list[RDD] = []
-
-    def samples(self, data: Any, features: Any, label: Any = (), **more: Any) -> SampleSet:
-        here, replicas = more.pop("here", True), more.pop("replicas", 2)
-        source = Source(data, tuple(features), tuple(label), replicas, "float32", self.slab, **more)
-        return materialize_here(source) if here else materialize(source, self.persist)
-
-    def persist(self, rdd: RDD) -> RDD:
-        self.rdds.append(rdd.persist(StorageLevel.MEMORY_AND_DISK))
-        return rdd
-
-    def rows(self, samples: SampleSet) -> list[Any]:
-        """The rows of each field, all partitions, each in canonical order."""
-        parts = [
-            open_partition(handle).gather(np.arange(handle.num_rows))
-            for handle in samples.handles
-            if handle.num_rows
-        ]
-        return [concatenate(rows) for rows in zip(*parts, strict=True)]
+    def samples(self, data: Any, features: Any, label: Any = (), **how: Any) -> SampleSet:  # type: ignore[override]
+        return super().samples(data, features, label, **{"here": True, **how})
 
 
 @pytest.fixture
 def reader(spark: Any) -> Iterator[Reader]:
     reader = Reader(spark)
     yield reader
-    close_partitions()
-    release(reader.slab.name)
-    remove_root(reader.slab)
-    for rdd in reader.rdds:
-        rdd.unpersist()
-
-
-def same(left: SampleSet, right: SampleSet) -> bool:
-    return (
-        left.counts == right.counts
-        and left.fields == right.fields
-        and [h.checksum for h in left.handles] == [h.checksum for h in right.handles]
-    )
+    reader.close()
 
 
 # Images
@@ -148,15 +116,6 @@ def test_resized_bytes_and_a_mask_as_label(reader: Reader, pictures: Path) -> No
         Field("mask", "uint8", (1, 6, 5)),
     )
     assert (samples.num_features, samples.num_labels, samples.weighted) == (1, 1, False)
-
-
-def test_a_damaged_image_names_its_row(reader: Reader) -> None:
-    data = reader.spark.createDataFrame([(bytearray(b"broken"),)], "photo binary").repartition(1)
-    with pytest.raises(DataError) as caught:
-        reader.samples(data, ["photo"], columns={"photo": Image()}, replicas=1)
-    assert str(caught.value).startswith(
-        'column "photo", row 0 of partition 0: is not an image that can be read (6 bytes'
-    )
 
 
 READ: dict[str, tuple[str, str, list[str]]] = {
@@ -272,14 +231,6 @@ def test_a_function_that_fails_names_column_and_row(reader: Reader) -> None:
         "invalid literal for int() with base 10: 'hree'. It was given 'three'. Fix the function, "
         "or filter out such rows."
     )
-
-
-def test_a_bad_weight_names_its_row(reader: Reader) -> None:
-    data = texts(reader, 4).selectExpr("w AS x", "w - 0.25 AS w").coalesce(1)
-    with pytest.raises(
-        DataError, match=r'column "w", row 0 of partition 0: is -0\.25, but a weight'
-    ):
-        reader.samples(data, ["x"], weight="w", replicas=1)
 
 
 def test_large_rows_are_decoded_in_parts(reader: Reader) -> None:
@@ -603,7 +554,9 @@ def test_labels_that_are_missing(
     classes = data.selectExpr("features", "bigint(y > 0) AS y")
     changes = {"loss": nn.CrossEntropyLoss(), "label": "y", "stop": max_iteration(1)}
     replace(trainer, **changes).fit(classes)
-    assert any("is null" in line and "leaves such labels out" in line for line in caplog.messages)
+    assert any(
+        "is null" in line and "leaves missing labels out" in line for line in caplog.messages
+    )
     assert trained.history.losses[-1] < 1e-4 < trained.history.losses[0]
     metrics = [
         MetricOf("mae", label=task, output=partial(torch.select, dim=1, index=i))

@@ -8,10 +8,10 @@ no other module asks which one it is.
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pkgutil import resolve_name
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -19,7 +19,8 @@ import pyarrow as pa
 
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding, Rows
-from sparkdl.errors import ParameterError, kind_of
+from sparkdl.errors import ParameterError, kind_of, raise_all, shown
+from sparkdl.plain import is_whole
 
 DataType: TypeAlias = Any
 """A ``pyspark.sql.types.DataType``. It is not imported, since ranks read rows without pyspark."""
@@ -143,6 +144,27 @@ class ColumnSpec(ABC):
         return cls(**values)
 
 
+Rule: TypeAlias = tuple[str, object]
+"""The name of a field with what to do if its value is wrong, and whether it is right."""
+
+
+def check_values(made: object, *rules: Rule) -> None:
+    """Raise one :class:`ParameterError` for all rules that a user's object breaks."""
+    broken = [rule.partition(":") for rule, right in rules if not right]
+    problems = [f"{name}={shown(getattr(made, name))}:{remedy}" for name, _, remedy in broken]
+    raise_all(ParameterError, [f"{type(made).__name__}: {problem}" for problem in problems])
+
+
+def rules_of_lengths(spec: Any) -> Iterator[Rule]:
+    """Yield the rules of a column type whose rows are padded to a length."""
+    most = spec.max_length
+    yield "max_length: give a whole number of at least 1.", most is None or is_whole(most, 1)
+    for name in ("lengths", "mask", "pad_to_max"):
+        yield f"{name}: give True or False.", isinstance(getattr(spec, name), bool)
+    lacks = spec.pad_to_max is True and most is None
+    yield "pad_to_max: give max_length, which it pads to.", not lacks
+
+
 Specs: TypeAlias = Mapping[str, ColumnSpec]
 """The specifications of columns, by name."""
 
@@ -213,9 +235,8 @@ class NamedFunction:
 
     def load(self) -> Any:
         """Import the function, and return what :attr:`make` makes of it."""
-        module, _, path = self.name.partition(":")
         try:
-            found = _resolve(module, path)
+            found = resolve_name(self.name)
             if not callable(found):
                 raise ValueError(f"it is {kind_of(found)}, not a function")
         except (ImportError, AttributeError, ValueError) as error:
@@ -255,7 +276,7 @@ def name_of(function: Any, where: str) -> str:
     """
     module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     try:
-        if module and module != "__main__" and _resolve(module, path) is function:
+        if module and module != "__main__" and resolve_name(f"{module}:{path}") is function:
             return f"{module}:{path}"
     except (ImportError, AttributeError, ValueError):
         pass
@@ -264,10 +285,3 @@ def name_of(function: Any, where: str) -> str:
         f"the function {shown} {where} cannot be saved by name: define it at the top level of a module "
         "that can be imported."
     )
-
-
-def _resolve(module: str, path: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found

@@ -9,10 +9,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.columns.base import Column, ColumnSpec, DataType, NamedFunction, name_of
+from sparkdl.data.columns.base import (
+    Column,
+    ColumnSpec,
+    DataType,
+    NamedFunction,
+    check_values,
+    name_of,
+)
 from sparkdl.data.fields import Field, dtype_as
-from sparkdl.data.row_errors import SAME_SHAPE, RowError, finite
-from sparkdl.errors import ParameterError, kind_of, known_arguments
+from sparkdl.data.row_errors import MEND_RECORDS, SAME_SHAPE, RowError, finite
+from sparkdl.errors import kind_of, known_arguments
 
 _MEND = "Fix the function of this column, or filter out such rows."
 
@@ -33,11 +40,8 @@ class Convert(ColumnSpec):
     function: Callable[[Any], Any]
 
     def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise ParameterError(
-                f"Convert: function is {kind_of(self.function)}: give a function of one "
-                "value that returns a number or an array."
-            )
+        rule = "function: give a function of one value that returns a number or an array."
+        check_values(self, (rule, callable(self.function)))
 
     def resolve(
         self, name: str, data_type: DataType, float_dtype: str, trained: Field | None
@@ -82,9 +86,9 @@ class Convert(ColumnSpec):
 
 
 def as_array(
-    value: Any, name: str, row: int, float_dtype: str, remedy: str, missing: bool = False
+    value: Any, name: str, row: int, dtype: str, remedy: str = MEND_RECORDS, missing: bool = False
 ) -> np.ndarray:
-    """Return a value as a finite array: floats in ``float_dtype``, integers and booleans as is.
+    """Return a value as a finite array: floats in ``dtype``, integers and booleans as is.
 
     If values may be ``missing``, NaN is allowed.
     """
@@ -99,11 +103,11 @@ def as_array(
         raise RowError(name, row, text, remedy) from None
     if array.dtype.kind == "f":
         with np.errstate(over="ignore"):
-            array = array.astype(float_dtype, copy=False)
+            array = array.astype(dtype, copy=False)
         if not missing and np.isnan(array).any():
             raise RowError(name, row, "holds NaN", remedy)
         if np.isinf(array).any():
-            raise RowError(name, row, "holds inf", finite(float_dtype))
+            raise RowError(name, row, "holds inf", finite(dtype))
     elif _too_large(array):
         raise RowError(name, row, "holds a whole number that does not fit into int64", remedy)
     elif array.dtype.kind == "u":

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.columns.base import Column, ColumnSpec, DataType
+from sparkdl.data.columns.base import Column, ColumnSpec, DataType, check_values
 from sparkdl.data.fields import Field
-from sparkdl.data.row_errors import RowError, drop
-from sparkdl.errors import ParameterError, known_arguments, raise_all, shown
+from sparkdl.data.row_errors import RowError, columns_with, drop
+from sparkdl.errors import known_arguments
 from sparkdl.plain import is_number, is_whole, make_plain
 
 if TYPE_CHECKING:
@@ -29,12 +29,9 @@ _DAMAGED = "Filter out such rows, or fix the images at their source."
 _INSTALL = 'Install it for the Python of the executors: pip install pillow (the extra "images").'
 
 
-class _BadImage(Exception):
-    """The reason why an image cannot be read, with a remedy."""
-
-    def __init__(self, text: str, remedy: str = _DAMAGED) -> None:
-        super().__init__(text)
-        self.remedy = remedy
+def _bad(text: str, remedy: str = _DAMAGED) -> RowError:
+    """Return the reason why an image cannot be read, without its row."""
+    return RowError("", 0, text, remedy)
 
 
 @known_arguments
@@ -61,23 +58,18 @@ class Image(ColumnSpec):
     """
 
     def __post_init__(self) -> None:
-        problems = []
         make_plain(self)
         if isinstance(self.size, list):
             object.__setattr__(self, "size", tuple(self.size))
-        if self.size is not None:
-            good = isinstance(self.size, tuple) and len(self.size) == 2
-            if not good or not all(is_whole(side, 1) for side in self.size):
-                problems.append(
-                    f"size={shown(self.size)}: give (height, width) in pixels, or None."
-                )
-        if self.mode not in MODES:
-            problems.append(f"mode={shown(self.mode)}: use one of {', '.join(MODES)}.")
-        if self.scale is not None and not (is_number(self.scale) and self.scale != 0):
-            problems.append(
-                f"scale={shown(self.scale)}: give a number other than 0, or None for bytes."
-            )
-        raise_all(ParameterError, [f"Image: {problem}" for problem in problems])
+        size, scale = self.size, self.scale
+        pair = isinstance(size, tuple) and len(size) == 2 and all(is_whole(n, 1) for n in size)
+        factor = scale is None or (is_number(scale) and scale != 0)
+        check_values(
+            self,
+            ("size: give (height, width) in pixels, or None.", size is None or pair),
+            (f"mode: use one of {', '.join(MODES)}.", self.mode in MODES),
+            ("scale: give a number other than 0, or None for bytes.", factor),
+        )
 
     @classmethod
     def default(cls, data_type: DataType) -> Image | None:
@@ -108,14 +100,14 @@ class Image(ColumnSpec):
                 raise RowError(name, row, "is null", drop(name))
             try:
                 found = _pixels(scalar, self)
-            except _BadImage as error:
-                raise RowError(name, row, str(error), error.remedy) from None
+            except RowError as error:
+                raise RowError(name, row, str(error), error.problem.remedy) from None
             if pixels and found.shape != pixels[0].shape:
                 raise RowError(
                     name,
                     row,
                     f"is an image of {_size(found)} where row {first_row} is of {_size(pixels[0])}",
-                    f'Resize them: columns={{"{name}": sparkdl.Image(size=(height, width))}}.',
+                    f"Resize them: {columns_with(name, 'Image(size=(height, width))')}.",
                 )
             pixels.append(found)
         if not pixels:
@@ -153,18 +145,18 @@ def _from_struct(value: Mapping[str, Any]) -> np.ndarray:
     data = value["data"].as_py()
     if data is None or None in (height, width, kind) or kind == -1 or height < 1 or width < 1:
         origin = value["origin"].as_py()
-        raise _BadImage(
+        raise _bad(
             "is an image that Spark could not read" + (f" ({origin})" if origin else ""),
             'Leave such rows out: spark.read.format("image").option("dropInvalid", True).',
         )
     channels = CHANNELS.get(kind)
     if channels is None:
-        raise _BadImage(
+        raise _bad(
             f"is an image of OpenCV's type {kind}, which is not one of "
             f"{', '.join(map(str, CHANNELS))} (8 bits, 1, 3 or 4 channels)"
         )
     if len(data) != height * width * channels:
-        raise _BadImage(
+        raise _bad(
             f"is an image of {height} x {width} x {channels} pixels with {len(data)} bytes of data"
         )
     raw = np.frombuffer(data, np.uint8).reshape(height, width, channels)
@@ -180,12 +172,12 @@ def _decode(data: bytes) -> Picture:
         picture.load()
     except Exception as error:  # plugins of Pillow raise any exception
         text = "cannot be identified" if "cannot identify" in str(error) else str(error)
-        raise _BadImage(
+        raise _bad(
             f"is not an image that can be read ({len(data):,} bytes; {type(error).__name__}: "
             f"{text})"
         ) from None
     if cut or picture.mode.startswith(("I", "F")):
-        raise _BadImage(
+        raise _bad(
             f'is an image of more than 8 bits a channel (Pillow\'s mode "{picture.mode}")',
             "Convert such images to 8 bits, or read them with sparkdl.Convert(function).",
         )
@@ -196,7 +188,7 @@ def _pillow() -> Any:
     try:
         import PIL.Image
     except ImportError:
-        raise _BadImage("is an image that needs Pillow to be read", _INSTALL) from None
+        raise _bad("is an image that needs Pillow to be read", _INSTALL) from None
     return PIL.Image
 
 

@@ -12,8 +12,7 @@ import pyarrow.compute
 
 from sparkdl.data.columns.base import Column, DataType
 from sparkdl.data.columns.convert import as_array
-from sparkdl.data.columns.numeric import NumericSpec, nested
-from sparkdl.data.row_errors import MEND_RECORDS, RowError, finite
+from sparkdl.data.columns.numeric import NumericSpec, check_finite, nested
 
 IGNORED = -100
 """The label that torch's losses ignore by default; it stands for a missing whole number."""
@@ -72,11 +71,7 @@ class Masked(NumericSpec):
         floats = np.dtype(column.dtype).kind == "f"
         with np.errstate(over="ignore"):
             values = nested(array, column, first_row, np.nan if floats else IGNORED)
-        infinite = np.isinf(values).reshape(len(values), -1).any(axis=1)
-        if infinite.any():
-            row = first_row + int(np.flatnonzero(infinite)[0])
-            verb = "holds" if column.depth else "is"
-            raise RowError(column.name, row, f"{verb} inf", finite(column.dtype))
+        check_finite(values, column, first_row, missing=True)
         return values
 
     def from_record(self, value: Any, name: str, row: int, float_dtype: str) -> np.ndarray:
@@ -85,4 +80,4 @@ class Masked(NumericSpec):
             value = np.nan
         elif isinstance(value, (list, tuple)):
             value = [np.nan if item is None else item for item in value]
-        return as_array(value, name, row, float_dtype, MEND_RECORDS, missing=True)
+        return as_array(value, name, row, float_dtype, missing=True)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.columns.base import Column, ColumnSpec, DataType
+from sparkdl.data.columns.convert import as_array
 from sparkdl.data.fields import Field, dtype_as
 from sparkdl.data.ragged import Rows
 from sparkdl.data.row_errors import (
     INSIDE_ARRAYS,
     INSIDE_VECTORS,
+    MEND_RECORDS,
     NO_VALUES,
     SAME_SHAPE,
     RowError,
+    columns_with,
     drop,
     finite,
     refuse_nulls,
@@ -24,7 +27,8 @@ from sparkdl.data.row_errors import (
 )
 
 _INTEGERS = {"byte": "int8", "short": "int16", "integer": "int32", "long": "int64"}
-_FLOATS = {"float", "double", "decimal"}
+_CONVERTIBLE = ("timestamp", "date", "time", "struct", "map", "daytime", "yearmonth", "matrixudt")
+"""Prefixes of the names of types whose values a function can turn into numbers."""
 
 
 def numeric_column(
@@ -34,10 +38,38 @@ def numeric_column(
 
     Integers become floats if the ``trained`` field has floats.
     """
-    column = _numeric(name, data_type, float_dtype)
-    if isinstance(column, str):
-        return column + _way_out(name, data_type)
-    return replace(column, dtype=dtype_as(column.dtype, trained))
+    kind, depth = data_type, 0
+    while kind.typeName() == "array":
+        kind, depth = kind.elementType, depth + 1
+    type_name = kind.typeName()
+    vector = type_name == "vectorudt" or type(kind).__name__ == "VectorUDT"
+    if vector and depth:
+        return "is an array of vectors: use nested arrays, or one vector a row."
+    if type_name in _INTEGERS:
+        dtype = _INTEGERS[type_name]
+    elif vector or type_name in ("float", "double") or type_name.startswith("decimal"):
+        dtype = float_dtype
+    elif type_name == "boolean":
+        dtype = "bool"
+    elif type_name in ("string", "varchar", "char"):
+        return (
+            f"is of type {data_type.simpleString()}: tokenize text with columns={{...: "
+            "sparkdl.Text(tokenizer)}, number categories with pyspark.ml.feature.StringIndexer, or "
+            "cast it if it holds numbers."
+        )
+    else:
+        wrong = (
+            f"is of type {data_type.simpleString()}, which cannot become a tensor: use numbers, arrays "
+            "of numbers or pyspark.ml.linalg vectors."
+        )
+        if not type_name.startswith(_CONVERTIBLE):
+            return wrong
+        return (
+            f"{wrong} Take a number of it in Spark, such as a field or the days since a start "
+            f"(functions.datediff), or give {columns_with(name, 'Convert(function)')}, a function of "
+            "its Python value."
+        )
+    return Column(name, dtype_as(dtype, trained), 1 if vector else depth, vector)
 
 
 class NumericSpec(ColumnSpec):
@@ -61,58 +93,12 @@ def weight_column(
     name: str, data_type: DataType, float_dtype: str, trained: Field | None
 ) -> Column | str:
     """Return the column of the samples' weights, or what is wrong; see :func:`numeric_column`."""
-    column = _numeric(name, data_type, float_dtype)
+    column = numeric_column(name, data_type, float_dtype, trained)
     if isinstance(column, str):
         return column
-    if column.depth or dtype_as(column.dtype, trained) == "bool":
+    if column.depth or column.dtype == "bool":
         return f"is of type {data_type.simpleString()}: a weight is one number."
     return Column(name, float_dtype, weight=True)
-
-
-_CONVERTIBLE = ("timestamp", "date", "time", "struct", "map", "daytime", "yearmonth", "matrixudt")
-"""Prefixes of the names of types whose values a function can turn into numbers."""
-
-
-def _way_out(name: str, data_type: DataType) -> str:
-    """Return advice for a column whose type has numbers in it but is not numeric."""
-    inner = data_type
-    while inner.typeName() == "array":
-        inner = inner.elementType
-    if not inner.typeName().startswith(_CONVERTIBLE):
-        return ""
-    return (
-        " Take a number of it in Spark, such as a field or the days since a start "
-        f'(functions.datediff), or give columns={{"{name}": sparkdl.Convert(function)}}, a function of '
-        "its Python value."
-    )
-
-
-def _numeric(name: str, data_type: DataType, float_dtype: str) -> Column | str:
-    """Return the column, or what is wrong with its type and what to do."""
-    kind, depth = data_type, 0
-    while kind.typeName() == "array":
-        kind, depth = kind.elementType, depth + 1
-    type_name = kind.typeName()
-    if type_name == "vectorudt" or type(kind).__name__ == "VectorUDT":
-        if depth:
-            return "is an array of vectors: use nested arrays, or one vector a row."
-        return Column(name, float_dtype, depth=1, vector=True)
-    if type_name in _INTEGERS:
-        return Column(name, _INTEGERS[type_name], depth)
-    if type_name in _FLOATS or type_name.startswith("decimal"):
-        return Column(name, float_dtype, depth)
-    if type_name == "boolean":
-        return Column(name, "bool", depth)
-    shown = data_type.simpleString()
-    if type_name in ("string", "varchar", "char"):
-        return (
-            f"is of type {shown}: tokenize text with columns={{...: sparkdl.Text(tokenizer)}}, number "
-            "categories with pyspark.ml.feature.StringIndexer, or cast it if it holds numbers."
-        )
-    return (
-        f"is of type {shown}, which cannot become a tensor: use numbers, arrays of numbers or "
-        "pyspark.ml.linalg vectors."
-    )
 
 
 def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> Rows:
@@ -129,26 +115,28 @@ def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> Rows:
         values = (_vectors if column.vector else nested)(array, column, first_row)
     if column.weight:
         check_weights(values, column.name, first_row)
-    _check_finite(values, column, first_row)
+    check_finite(values, column, first_row)
     return values
 
 
-def _check_finite(values: np.ndarray, column: Column, first_row: int) -> None:
-    """Raise :class:`RowError` for NaN and infinite numbers."""
+def check_finite(values: np.ndarray, column: Column, first_row: int, missing: bool = False) -> None:
+    """Raise :class:`RowError` for infinite numbers, and for NaN if no values may be ``missing``."""
     if values.dtype.kind != "f" or not values.size:
         return
     low, high = values.min(), values.max()  # both propagate NaN, and allocate nothing
     if np.isfinite(low) and np.isfinite(high):
         return
-    nan = bool(np.isnan(low))
+    nan = bool(np.isnan(low)) and not missing
     wrong = np.isnan(values) if nan else np.isinf(values)
-    row = int(np.flatnonzero(wrong.reshape(len(values), -1).any(axis=1))[0])
-    verb = "is" if values.ndim == 1 else "holds"
+    rows = np.flatnonzero(wrong.reshape(len(values), -1).any(axis=1))
+    if not len(rows):
+        return
+    verb, row = "is" if values.ndim == 1 else "holds", first_row + int(rows[0])
     if not nan:
-        raise RowError(column.name, first_row + row, f"{verb} inf", finite(column.dtype))
+        raise RowError(column.name, row, f"{verb} inf", finite(column.dtype))
     remedy = INSIDE_VECTORS if column.vector else INSIDE_ARRAYS
     remedy = drop(column.name) if values.ndim == 1 else remedy
-    raise RowError(column.name, first_row + row, f"{verb} NaN", remedy)
+    raise RowError(column.name, row, f"{verb} NaN", remedy)
 
 
 def check_weights(values: np.ndarray, name: str, first_row: int) -> None:
@@ -162,6 +150,16 @@ def check_weights(values: np.ndarray, name: str, first_row: int) -> None:
             f"is {values[row]}, but a weight must be a finite number of at least 0",
             "Filter out such rows, or fix their weights.",
         )
+
+
+def weight_array(value: Any, name: str, row: int, dtype: str) -> np.ndarray:
+    """Return the weight of a record, shape ()."""
+    array = as_array(value, name, row, dtype)
+    if array.ndim or array.dtype.kind == "b":
+        raise RowError(name, row, f"is {value!r}, not one number", MEND_RECORDS)
+    array = array.astype(dtype)
+    check_weights(array.reshape(1), name, row)
+    return array
 
 
 def nested(

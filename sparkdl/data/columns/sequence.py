@@ -10,14 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from sparkdl.data.columns.base import Column, DataType
+from sparkdl.data.columns.base import Column, DataType, check_values, rules_of_lengths
 from sparkdl.data.columns.convert import as_array
 from sparkdl.data.columns.numeric import NumericSpec, to_numpy
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding, Ragged
 from sparkdl.data.row_errors import INSIDE_ARRAYS, MEND_RECORDS, SAME_SHAPE, RowError, refuse_nulls
-from sparkdl.errors import ParameterError, kind_of, known_arguments, raise_all, shown
-from sparkdl.plain import is_number, is_whole, make_plain
+from sparkdl.errors import known_arguments
+from sparkdl.plain import is_number, make_plain
 
 _INSIDE = {
     "is null": "holds a null",
@@ -35,7 +35,7 @@ class Sequence(NumericSpec):
     """A specification of rows of varying length, which may be empty.
 
     The column is ``array<number>``, or ``array<array<number>>`` for (T, D). Rows are stored
-    unpadded; each mini-batch pads them at the end, to its longest row. ``Sequence(Sequence())`` reads
+    unpadded; each mini-batch pads them to its longest row. ``Sequence(Sequence())`` reads
     lists of lists that both vary in length, such as documents of sentences, as (T, L). In a fit on a
     DataFrame, ``Sequence()`` becomes that where the inner lists vary.
     """
@@ -56,30 +56,24 @@ class Sequence(NumericSpec):
     0 for padding. By keyword it is ``attention_mask`` beside ``input_ids``, else ``KEYWORD_mask``."""
     pad_to_max: bool = False
     """Always pad to ``max_length``, so that every mini-batch has the same shape."""
+    padding_side: str = "right"
+    """The side on which shorter rows are filled up, "left" or "right": that of the column with whose
+    elements these go together, such as the tokens that they label."""
 
     def __post_init__(self) -> None:
-        problems = []
         make_plain(self)
-        if self.max_length is not None and not is_whole(self.max_length, 1):
-            problems.append(
-                f"max_length={shown(self.max_length)}: give a whole number of at least 1."
-            )
-        if not is_number(self.padding):
-            problems.append(f"padding={shown(self.padding)}: give a number.")
-        for name in ("lengths", "mask", "pad_to_max"):
-            if not isinstance(getattr(self, name), bool):
-                problems.append(f"{name}={shown(getattr(self, name))}: give True or False.")
-        if self.pad_to_max is True and self.max_length is None:
-            problems.append("pad_to_max=True: give max_length, which it pads to.")
-        if not isinstance(self.items, (Sequence, type(None))):
-            problems.append(f"items is {kind_of(self.items)}: give a sparkdl.Sequence, or None.")
-        elif self.items is not None and (self.items.lengths or self.items.mask):
-            problems.append("lengths and mask are of whole rows: give them to the outer Sequence.")
-        elif self.items is not None and self.items.padding != self.padding:
-            problems.append(
-                f"padding={self.padding} and {self.items.padding} inside: give both the same."
-            )
-        raise_all(ParameterError, [f"Sequence: {problem}" for problem in problems])
+        inner: Any = self.items
+        lists = isinstance(inner, Sequence)
+        of_rows = "items: lengths and mask are of whole rows: give them to the outer Sequence."
+        check_values(
+            self,
+            ("padding: give a number.", is_number(self.padding)),
+            *rules_of_lengths(self),
+            ('padding_side: give "left" or "right".', self.padding_side in ("left", "right")),
+            ("items: give a sparkdl.Sequence, or None.", inner is None or lists),
+            (of_rows, not lists or not (inner.lengths or inner.mask)),
+            ("padding: give items the same.", not lists or inner.padding == self.padding),
+        )
 
     @classmethod
     def suited(cls, column: Column, array: pa.Array) -> Column | None:
@@ -115,6 +109,7 @@ class Sequence(NumericSpec):
             length=self.max_length if self.pad_to_max else None,
             lengths=self.lengths,
             mask=self.mask,
+            side=self.padding_side,
             items=None if self.items is None else self.items.rule,
         )
 
@@ -174,7 +169,7 @@ class Sequence(NumericSpec):
             )
         if isinstance(value, np.ndarray) and value.shape == (0,) and value.dtype.kind in "iuf":
             return value.astype(float_dtype if value.dtype.kind == "f" else np.int64)
-        array = as_array(value, name, row, float_dtype, MEND_RECORDS)
+        array = as_array(value, name, row, float_dtype)
         if array.ndim == 0:
             raise RowError(name, row, "is a number, not a sequence of numbers", MEND_RECORDS)
         return array[: self.max_length]

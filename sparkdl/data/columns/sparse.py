@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from sparkdl.data.columns.base import Column, DataType
+from sparkdl.data.columns.base import Column, DataType, check_values
 from sparkdl.data.columns.convert import as_array
 from sparkdl.data.columns.numeric import NumericSpec, nested, vector_entries
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding, Ragged
 from sparkdl.data.row_errors import INSIDE_VECTORS, MEND_RECORDS, RowError, finite
-from sparkdl.errors import ParameterError, known_arguments, raise_all, shown
+from sparkdl.errors import known_arguments
 from sparkdl.plain import is_whole, make_plain
 
 WIDE = 1 << 14
@@ -53,12 +53,11 @@ class Sparse(NumericSpec):
 
     def __post_init__(self) -> None:
         make_plain(self)
-        problems = []
-        if not is_whole(self.size, 1):
-            problems.append(f"size={shown(self.size)}: give the number of values of each vector.")
-        if self.form not in FORMS:
-            problems.append(f"form={shown(self.form)}: use one of {', '.join(FORMS)}.")
-        raise_all(ParameterError, [f"Sparse: {problem}" for problem in problems])
+        check_values(
+            self,
+            ("size: give the number of values of each vector.", is_whole(self.size, 1)),
+            (f"form: use one of {', '.join(FORMS)}.", self.form in FORMS),
+        )
 
     @classmethod
     def suited(cls, column: Column, array: pa.Array) -> Column | None:
@@ -136,9 +135,9 @@ class Sparse(NumericSpec):
             value, "indices"
         ):  # with a 0, which is left out below
             size, indices = value.size, np.append(value.indices, 0)
-            values = as_array(np.append(value.values, 0.0), name, row, float_dtype, MEND_RECORDS)
+            values = as_array(np.append(value.values, 0.0), name, row, float_dtype)
         else:
-            values = as_array(value, name, row, float_dtype, MEND_RECORDS)
+            values = as_array(value, name, row, float_dtype)
             size, indices = values.size if values.ndim == 1 else None, np.arange(values.size)
         if size != self.size:
             shape = f"of shape {list(values.shape)}" if size is None else f"of {size} values"

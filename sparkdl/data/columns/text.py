@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.columns.base import Column, ColumnSpec, DataType, NamedFunction, name_of
+from sparkdl.data.columns.base import (
+    Column,
+    ColumnSpec,
+    DataType,
+    NamedFunction,
+    check_values,
+    name_of,
+    rules_of_lengths,
+)
 from sparkdl.data.columns.convert import shorten
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding, Ragged
 from sparkdl.data.row_errors import MEND_RECORDS, RowError, refuse_nulls
-from sparkdl.errors import (
-    ParameterError,
-    kind_of,
-    known_arguments,
-    optional_library,
-    raise_all,
-    shown,
-)
+from sparkdl.errors import ParameterError, kind_of, known_arguments, optional_library, shown
 from sparkdl.plain import is_whole, make_plain
 
 DTYPE = "int32"
 """The dtype of the stored numbers of tokens; a mini-batch has int64."""
+_TOKENIZERS = (
+    "tokenizer: give a tokenizer of transformers or tokenizers, or a function of a list of texts."
+)
 
 
 @known_arguments
@@ -75,45 +79,39 @@ class Text(ColumnSpec):
     :class:`sparkdl.Windows` takes them. Of a pair, only the second text is divided."""
 
     def __post_init__(self) -> None:
-        problems = []
         make_plain(self, "max_length", "padding", "mask", "lengths", "pad_to_max", "stride")
-        if self.max_length is not None and not is_whole(self.max_length, 1):
-            problems.append(
-                f"max_length={shown(self.max_length)}: give a whole number of at least 1."
-            )
-        if self.padding is not None and not is_whole(self.padding, -(2**31)):
-            problems.append(f"padding={shown(self.padding)}: give a whole number, or None.")
-        for name in ("mask", "lengths", "pad_to_max"):
-            if not isinstance(getattr(self, name), bool):
-                problems.append(f"{name}={shown(getattr(self, name))}: give True or False.")
-        if self.padding_side not in (None, "left", "right"):
-            problems.append(f'padding_side={shown(self.padding_side)}: give "left" or "right".')
-        if self.token_types not in (None, True, False):
-            problems.append(f"token_types={shown(self.token_types)}: give True, False or None.")
-        if not isinstance(self.text_pair, (str, type(None))):
-            problems.append(f"text_pair={shown(self.text_pair)}: give the name of a column.")
-        if self.pad_to_max is True and self.max_length is None:
-            problems.append("pad_to_max=True: give max_length, which it pads to.")
-        if not callable(self.tokenizer) and not hasattr(self.tokenizer, "encode_batch"):
-            problems.append(
-                f"tokenizer is {kind_of(self.tokenizer)}: give a tokenizer of transformers or "
-                "tokenizers, or a function of a list of texts."
-            )
-        problems += [] if problems or self.stride is None else self._problems_of_stride()
-        raise_all(ParameterError, [f"Text: {problem}" for problem in problems])
-
-    def _problems_of_stride(self) -> Iterator[str]:
-        tokenizer = getattr(self.tokenizer, "backend_tokenizer", self.tokenizer)
-        if not is_whole(self.stride, 0):
-            yield f"stride={shown(self.stride)}: give a whole number of at least 0."
-        elif self.max_length is None or self.pad_to_max:
-            yield "stride divides rows into windows of max_length: give it, without pad_to_max."
-        elif not hasattr(tokenizer, "encode_batch"):
-            yield f"stride needs a fast tokenizer, and tokenizer is {kind_of(self.tokenizer)}."
-        else:
-            room = self.max_length - tokenizer.num_special_tokens_to_add(self.text_pair is not None)
-            if self.stride >= room:
-                yield f"stride={self.stride}: a window has room for {room} tokens: give fewer."
+        number, stride, cut = self.padding, self.stride, self.max_length
+        batches, own = hasattr(self.tokenizer, "encode_batch"), self.tokenizer
+        check_values(
+            self,
+            (
+                "padding: give a whole number, or None.",
+                number is None or is_whole(number, -(2**31)),
+            ),
+            *rules_of_lengths(self),
+            ('padding_side: give "left" or "right".', self.padding_side in (None, "left", "right")),
+            ("token_types: give True, False or None.", self.token_types in (None, True, False)),
+            (
+                "text_pair: give the name of a column.",
+                isinstance(self.text_pair, (str, type(None))),
+            ),
+            (_TOKENIZERS, callable(own) or batches),
+            ("stride: give a whole number of at least 0.", stride is None or is_whole(stride, 0)),
+        )
+        if stride is None:
+            return
+        encoder = getattr(own, "backend_tokenizer", own)
+        windows = (
+            "stride: give max_length, into windows of which it divides rows, without pad_to_max."
+        )
+        check_values(
+            self,
+            (windows, cut is not None and not self.pad_to_max),
+            ("tokenizer: give a fast one, which stride needs.", hasattr(encoder, "encode_batch")),
+        )
+        room = (cut or 0) - encoder.num_special_tokens_to_add(self.text_pair is not None)
+        rule = f"stride: a window has room for {room} tokens: give fewer."
+        check_values(self, (rule, stride < room))
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel without the libraries of the tokenizer that the user gave."""
@@ -121,17 +119,28 @@ class Text(ColumnSpec):
 
     @functools.cached_property
     def _prepared(self) -> tuple[Any, int, str, bool]:
-        """The tokenizer that executors run, the number that fills up shorter rows, the side, and
-        whether the types are given."""
-        types = self.token_types
-        if types is None:
-            types = self.text_pair is not None and _types_pairs(self.tokenizer)
-        only_second = self.text_pair is not None and self.stride is not None
-        strategy = "only_second" if only_second else "longest_first"
-        cut = {"stride": self.stride or 0, "strategy": strategy}
-        encoder, padding, side = _prepared(self.tokenizer, self.max_length, cut)
-        padding = padding if self.padding is None else self.padding
-        return encoder, padding, self.padding_side or side, types
+        """The tokenizer that executors run, which pads nothing and cuts to ``max_length``; the number
+        that fills up shorter rows, the side, and whether the types are given."""
+        given, pair = self.tokenizer, self.text_pair is not None
+        types = pair and _types_pairs(given) if self.token_types is None else self.token_types
+        padding = getattr(given, "pad_token_id", None) if self.padding is None else self.padding
+        side = self.padding_side or getattr(given, "padding_side", None)
+        encoder = getattr(given, "backend_tokenizer", given)
+        if hasattr(encoder, "to_str"):
+            encoder = _library().Tokenizer.from_str(encoder.to_str())
+            if encoder.padding is not None:
+                padding = encoder.padding["pad_id"] if padding is None else padding
+                side = side or encoder.padding["direction"]
+            encoder.no_padding()
+            own = "right" if encoder.truncation is None else encoder.truncation["direction"]
+            cut = getattr(given, "truncation_side", own)
+            encoder.no_truncation()
+            if self.max_length is not None:
+                second = pair and self.stride is not None
+                strategy = "only_second" if second else "longest_first"
+                how = {"direction": cut, "stride": self.stride or 0, "strategy": strategy}
+                encoder.enable_truncation(self.max_length, **how)
+        return encoder, padding or 0, side or "right", types
 
     @property
     def rule(self) -> Padding:
@@ -205,18 +214,11 @@ class Text(ColumnSpec):
 
     def to_json(self, name: str) -> dict[str, Any]:
         """Return the fields; a ``tokenizers.Tokenizer`` is its own JSON, a function is its name."""
-        values = {
-            "max_length": self.max_length,
-            "padding": self._prepared[1],
-            "mask": self.mask,
-            "lengths": self.lengths,
-            "pad_to_max": self.pad_to_max,
-            "padding_side": self.padding_side,
-            "text_pair": self.text_pair,
-            "token_types": self.token_types if self.text_pair is None else self._prepared[3],
-            "stride": self.stride,
-        }
-        encoder, _, side, _ = self._prepared
+        encoder, padding, side, types = self._prepared
+        values = {one.name: getattr(self, one.name) for one in fields(Text)}
+        values["padding"], _ = padding, values.pop("tokenizer")
+        if self.text_pair is not None:
+            values["token_types"] = types
         if hasattr(encoder, "to_str"):
             return {**values, "padding_side": side, "tokenizer": encoder.to_str()}
         try:
@@ -362,32 +364,6 @@ def _types_pairs(tokenizer: Any) -> bool:
     if not hasattr(encoder, "encode_batch"):
         return "token_type_ids" in (names or ())
     return (names is None or "token_type_ids" in names) and 1 in encoder.encode("a", "a").type_ids
-
-
-def _prepared(
-    tokenizer: Any, max_length: int | None, cut: Mapping[str, Any]
-) -> tuple[Any, int, str]:
-    """Return a tokenizer that pads nothing and cuts to ``max_length``, and the number and the side of
-    its padding."""
-    padding, side = getattr(tokenizer, "pad_token_id", None), None
-    padding_side = getattr(tokenizer, "padding_side", None)
-    if hasattr(tokenizer, "backend_tokenizer"):  # a fast tokenizer of transformers
-        side = tokenizer.truncation_side
-        tokenizer = tokenizer.backend_tokenizer
-    if not hasattr(tokenizer, "to_str"):
-        return tokenizer, padding or 0, padding_side or "right"
-    own = _library().Tokenizer.from_str(tokenizer.to_str())
-    if own.padding is not None:
-        padding = own.padding["pad_id"] if padding is None else padding
-        padding_side = padding_side or own.padding["direction"]
-    own.no_padding()
-    if side is None:
-        side = "right" if own.truncation is None else own.truncation["direction"]
-    if max_length is not None:
-        own.enable_truncation(max_length, direction=side, **cut)
-    else:
-        own.no_truncation()
-    return own, padding or 0, padding_side or "right"
 
 
 def _tokenized(

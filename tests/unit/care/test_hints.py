@@ -27,6 +27,7 @@ POSITIONS = (
     "max_length= of their sparkdl.Text or sparkdl.Sequence."
 )
 LONG = ' If "y" holds class numbers, cast it: df.withColumn("y", df["y"].cast("long")).'
+WEIGHTS = " weight= and pos_weight= of a loss have a number for each output, or each class."
 FLOAT = ' If "y" holds measurements, cast it: df.withColumn("y", df["y"].cast("array<float>")).'
 
 
@@ -69,8 +70,14 @@ def test_a_model_that_fails(inputs: list[torch.Tensor], hint: str) -> None:
         (nn.CrossEntropyLoss(), torch.tensor([False, True]), LONG),
         (nn.BCEWithLogitsLoss(), torch.tensor([[0, 1], [1, 0]]), FLOAT),
         (nn.MultiMarginLoss(), torch.tensor([0, 7]), RANGE),
+        (nn.CrossEntropyLoss(weight=torch.ones(3)), torch.tensor([0, 1]), WEIGHTS),
+        (nn.BCELoss(weight=torch.ones(3)), torch.zeros(2, 2), WEIGHTS),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.ones(3)), torch.zeros(2, 2), WEIGHTS),
     ],
-    ids=["floats for classes", "booleans for classes", "classes for floats", "a class too many"],
+    ids=[
+        *("floats for classes", "booleans for classes", "classes for floats", "a class too many"),
+        *("a weight too many of classes", "of outputs", "of positive ones"),
+    ],
 )
 def test_a_loss_that_fails(loss: nn.Module, target: torch.Tensor, hint: str) -> None:
     output = torch.zeros(2, 2, requires_grad=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -99,25 +97,8 @@ def test_a_mistake_surfaces_where_the_rows_are_asked_for() -> None:
         ahead.take("me", 0, 10, 20, 100, fails)
 
 
-@pytest.mark.parametrize(
-    "draw", [lambda: torch.rand(1), lambda: np.random.rand(), lambda: random.random()]
-)
-def test_what_draws_from_a_global_generator_stays_in_the_task(draw: Callable[[], object]) -> None:
+def test_what_draws_from_a_global_generator_stays_in_the_task() -> None:
     """Beside a forward pass it would change what dropout draws there."""
-    ahead, source = Prefetcher(), Source()
-
-    def draws(start: int, stop: int) -> list[Rows]:
-        draw()
-        return source(start, stop)
-
-    for start in (0, 10, 20):
-        ahead.take("me", 0, start, start + 10, 100, draws)
-    time.sleep(0.03)
-    assert source.asked == [(0, 10, True), (10, 20, True), (20, 30, True)]
-
-
-def test_what_draws_steadily_stays_in_the_task_too() -> None:
-    """The generators are then as they were."""
     ahead, source = Prefetcher(), Source()
 
     def draws(start: int, stop: int) -> list[Rows]:
@@ -130,17 +111,13 @@ def test_what_draws_steadily_stays_in_the_task_too() -> None:
     assert source.asked == [(0, 10, True)] + 2 * [(0, 10, True), (10, 20, True)]
 
 
-def test_what_was_quick_is_not_looked_at_and_becomes_slow() -> None:
-    """The first slow range is not foreseen from, as nobody knows what it draws; the next one is."""
+def test_what_was_quick_becomes_slow() -> None:
     ahead, source = Prefetcher(worth_seconds=0.2), Source(0)
     ahead.take("me", 0, 0, 10, 100, source)
     source.seconds = 0.25
     ahead.take("me", 0, 10, 20, 100, source)
-    time.sleep(0.03)
-    assert source.asked == [(0, 10, True), (10, 20, True)]
-    ahead.take("me", 0, 20, 30, 100, source)
-    begun(source, 4)
-    assert source.asked[2:] == [(20, 30, True), (30, 41, False)]
+    begun(source, 3)
+    assert source.asked == [(0, 10, True), (10, 20, True), (20, 31, False)]
 
 
 def test_little_is_kept() -> None:

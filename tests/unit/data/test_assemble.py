@@ -29,7 +29,7 @@ from sparkdl.data.batches import (
     training_rows,
     visit_order,
 )
-from sparkdl.data.epoch import RowDraws, permutation
+from sparkdl.data.epoch import RowDraws, permutation, remembered
 from sparkdl.data.partition_reader import MappedPartition, close_partitions, open_partition
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.preview import Preview
@@ -150,6 +150,10 @@ def test_two_partitions_do_not_share_an_order(make: Make) -> None:
     assert visit_order(batch_spec, one, 0, 0, 4).tolist() == orders[0]
 
 
+def kept(epoch: int, replica: int, count: int) -> np.ndarray:
+    return remembered((epoch, replica, count), lambda: permutation(0, epoch, replica, count))
+
+
 def test_threads_draw_orders_beside_each_other() -> None:
     """Fits of one driver, under the local engine."""
     interval, failed = sys.getswitchinterval(), []
@@ -157,7 +161,7 @@ def test_threads_draw_orders_beside_each_other() -> None:
     def draw(replica: int) -> None:
         try:
             for epoch in range(2000):
-                order = permutation(0, epoch, replica, 5)
+                order = kept(epoch, replica, 5)
                 assert sorted(order) == list(range(5))
         except Exception as error:
             failed.append(error)
@@ -178,13 +182,13 @@ def test_orders_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     batches._orders.clear()
     monkeypatch.setattr(batches, "ORDER_BYTES", 8 * 100 * 5)
     for replica in range(9):
-        permutation(0, 0, replica, 100)
+        kept(0, replica, 100)
     assert len(batches._orders) == 5
-    big = [permutation(0, 0, replica, 10_000) for replica in range(4)]
+    big = [kept(0, replica, 10_000) for replica in range(4)]
     assert len(batches._orders) == 2
-    assert permutation(0, 0, 3, 10_000) is big[3]
+    assert kept(0, 3, 10_000) is big[3]
     for replica in range(100):
-        permutation(0, 1, replica, 1)
+        kept(1, replica, 1)
     assert len(batches._orders) <= 32
 
 

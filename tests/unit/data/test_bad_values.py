@@ -16,11 +16,12 @@ from pyspark.sql import types as sql
 from pyspark.sql.pandas.types import to_arrow_type
 
 from sparkdl import Masked, Sequence
+from sparkdl.data.columns.convert import as_array
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.records import Sample, WriteRecords, check_alike, record_array, stack_records
+from sparkdl.data.records import Sample, WriteRecords, stack_records
 from sparkdl.data.row_errors import BadRow, RowError
-from sparkdl.data.schema import read_schema
+from sparkdl.data.schema import sample_columns
 from sparkdl.errors import DataError
 
 many = settings(max_examples=EXAMPLES or 150, deadline=None, derandomize=not EXAMPLES)
@@ -42,13 +43,13 @@ def test_any_column_becomes_tensors_or_a_sentence(
     )
     specs = {"x": spec} if spec else {}
     try:
-        found = read_schema(schema, features, label, weight, "float32", specs)
+        found = sample_columns(schema, features, label, weight, "float32", specs)
     except DataError as error:
         found, told = None, str(error)
     if found is None:
         assert 'column "x"' in told
         return
-    chosen = [c for part in found for c in part][-1]
+    chosen = found[-1]
     array = pa.array(values, to_arrow_type(kind))
     array = array.slice(min(before, len(array)))
     try:
@@ -117,16 +118,12 @@ def test_any_record_becomes_tensors_or_a_sentence(
     records: list[Any], labelled: bool, weighted: bool, specs: Any
 ) -> None:
     task = WriteRecords(None, labelled, "float32", specs, weighted)  # type: ignore[arg-type]
-    waiting: list[list[np.ndarray]] = []
-    names: list[str] = []
+    parts = []
     try:
         for row, record in enumerate(records):
             assert 0 <= task.content_hash(record) < 2**32
-            parts = task._parts(record, row)
-            names = names or [name for name, _ in parts]
-            check_alike(parts, waiting, row, specs, names)
-            waiting.append([value for _, value in parts])
-        fields = stack_records(names, waiting, specs)
+            parts.append((row, task._parts(record, row)))
+        fields = stack_records(parts, [], specs) if parts else []
     except RowError as error:
         fields, problem = None, error.problem
     if fields is None:
@@ -154,12 +151,12 @@ MASKED = np.ma.masked_equal([1.0, 9.0], 9.0)
 def test_what_is_masked_is_told_and_what_lies_under_the_mask_not_taken(value: Any) -> None:
     """netCDF4 gives such arrays, with a fill value that is finite."""
     with pytest.raises(RowError, match="holds a masked value") as caught:
-        record_array(value, "features", 3, "float32")
+        as_array(value, "features", 3, "float32")
     check_problem(caught.value.problem, range(3, 4))
 
 
 @pytest.mark.parametrize("value", [MASKED[:1], [MASKED[:1], [2.0]], MASKED.filled(0)])
 def test_an_array_with_a_mask_in_which_nothing_is_masked(value: Any) -> None:
-    found = record_array(value, "features", 3, "float32")
+    found = as_array(value, "features", 3, "float32")
     assert type(found) is np.ndarray
     assert found.tolist() == np.asarray(value).tolist()

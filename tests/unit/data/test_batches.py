@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mistakes import message_of
 
-from sparkdl.data.epoch import EpochPlan, apportion, derive_seed, permutation
+from sparkdl.data.epoch import EpochPlan, apportion, derive_seed, permutation, remembered
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=7)
 LARGE_COUNTS = st.lists(st.integers(0, 10**9), min_size=1, max_size=6)
@@ -85,8 +85,8 @@ def test_a_permutation_stays_what_it_is() -> None:
     assert permutation(7, 0, 1, 10).dtype == np.int64
 
 
-def test_a_permutation_is_shared_and_therefore_read_only() -> None:
-    order = permutation(1, 2, 3, 4)
+def test_an_order_is_shared_and_therefore_read_only() -> None:
+    order = remembered("a test", lambda: permutation(1, 2, 3, 4))
     with pytest.raises(ValueError, match="read-only"):
         order[0] = 0
 

@@ -33,7 +33,7 @@ from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.ragged import Padding
 from sparkdl.data.records import WriteRecords
 from sparkdl.data.row_errors import RowError
-from sparkdl.data.schema import check_specs, columns_of, read_schema
+from sparkdl.data.schema import check_specs, columns_of, sample_columns
 from sparkdl.errors import DataError, ParameterError
 from sparkdl.slab.root import SlabConfig
 
@@ -61,25 +61,23 @@ FUNCTION = "give a function of one value that returns a number or an array."
         (Sequence, {"padding": "0"}, "Sequence: padding='0': give a number."),
         (Sequence, {"lengths": 1}, "Sequence: lengths=1: give True or False."),
         (Sequence, {"pad_to_max": True}, f"Sequence: pad_to_max=True: {TO_MAX}"),
-        (Sequence, {"items": 3}, "Sequence: items is an int: give a sparkdl.Sequence, or None."),
+        (Sequence, {"padding_side": 1}, 'Sequence: padding_side=1: give "left" or "right".'),
+        (Sequence, {"items": 3}, "Sequence: items=3: give a sparkdl.Sequence, or None."),
         (
             Sequence,
             {"items": Sequence(mask=True)},
-            "Sequence: lengths and mask are of whole rows: give them to the outer Sequence.",
+            f"Sequence: items={Sequence(mask=True)}: lengths and mask are of whole rows: give them to "
+            "the outer Sequence.",
         ),
-        (
-            Sequence,
-            {"items": Sequence(padding=1)},
-            "Sequence: padding=0 and 1 inside: give both the same.",
-        ),
+        (Sequence, {"items": Sequence(padding=1)}, "Sequence: padding=0: give items the same."),
         (Sparse, {"size": 0}, "Sparse: size=0: give the number of values of each vector."),
         (
             Sparse,
             {"size": 9, "form": "csr"},
             "Sparse: form='csr': use one of dense, tensor, indices.",
         ),
-        (Convert, {"function": "len"}, f"Convert: function is a str: {FUNCTION}"),
-        (Text, {"tokenizer": "bert"}, f"Text: tokenizer is a str: {TOKENIZER}"),
+        (Convert, {"function": "len"}, f"Convert: function='len': {FUNCTION}"),
+        (Text, {"tokenizer": "bert"}, f"Text: tokenizer='bert': {TOKENIZER}"),
         (Text, {"tokenizer": len, "max_length": 0}, f"Text: max_length=0: {WHOLE}."),
         (
             Text,
@@ -90,12 +88,14 @@ FUNCTION = "give a function of one value that returns a number or an array."
         (
             Text,
             {"tokenizer": len, "stride": 2},
-            "Text: stride divides rows into windows of max_length: give it, without pad_to_max.",
+            "2 problems:\n  - Text: stride=2: give max_length, into windows of which it divides rows, "
+            "without pad_to_max.\n  - Text: tokenizer=<built-in function len>: give a fast one, which "
+            "stride needs.",
         ),
         (
             Text,
             {"tokenizer": len, "stride": 2, "max_length": 9},
-            "Text: stride needs a fast tokenizer, and tokenizer is a builtin_function_or_method.",
+            "Text: tokenizer=<built-in function len>: give a fast one, which stride needs.",
         ),
     ],
 )
@@ -196,12 +196,13 @@ def test_the_json_of_saved_models() -> None:
             "lengths": True,
             "mask": False,
             "pad_to_max": False,
+            "padding_side": "left",
         },
         "text": {"kind": "convert", "function": f"{__name__}:count_letters"},
     }
     specs = {
         "photo": Image(size=(4, 3), mode="L", scale=None),
-        "words": Sequence(max_length=7, padding=-1, lengths=True),
+        "words": Sequence(max_length=7, padding=-1, lengths=True, padding_side="left"),
         "text": Convert(count_letters),
     }
     assert json.loads(json.dumps(specs_to_json(specs))) == written
@@ -274,9 +275,9 @@ def test_columns_with_specifications() -> None:
 
 
 def test_a_weight_is_one_number() -> None:
-    *_, weights = read_schema(SCHEMA, ["number"], (), "number", "float32")
-    assert weights == (Column("number", "float32", weight=True),)
-    assert message_of(DataError, read_schema, SCHEMA, ["number"], (), "flag", "float32") == (
+    *_, weight = sample_columns(SCHEMA, ["number"], (), "number", "float32")
+    assert weight == Column("number", "float32", weight=True)
+    assert message_of(DataError, sample_columns, SCHEMA, ["number"], (), "flag", "float32") == (
         'weight column "flag" is of type boolean: a weight is one number.'
     )
 

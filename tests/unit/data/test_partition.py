@@ -25,7 +25,7 @@ from sparkdl import Sequence as Varying
 from sparkdl.data import partition_reader, partition_writer
 from sparkdl.data.arrow_tasks import WriteDataFrame
 from sparkdl.data.columns.base import Column
-from sparkdl.data.equal_rows import RepeatedRows
+from sparkdl.data.equal_rows import SpreadRows
 from sparkdl.data.fields import ReadOtherwise, check_handles
 from sparkdl.data.partition_reader import close_partitions, open_partition, segment_files
 from sparkdl.data.partition_writer import PartitionWriter, SampleHandle, join_partition
@@ -438,10 +438,8 @@ def test_equal_rows_that_are_others_when_they_are_spread(slab: SlabConfig) -> No
         return writer.finish()
 
     handles = [handle(400), handle(0)]
-    repeated = RepeatedRows.of(handles)
-    assert repeated is not None
-    preview = repeated.preview()
-    task = repeated.spread(slab, [preview.read(home, handles[home]) for home in preview.rows])
+    task = SpreadRows.of(slab, handles, lambda _, work, homes: [work(m, handles[m]) for m in homes])
+    assert task is not None
     assert task.changed(0, handle(400)).num_rows == 200
     with pytest.raises(TrainingError, match="partition 0 was computed again and holds other rows"):
         task.changed(0, handle(399))

@@ -130,8 +130,8 @@ def test_a_draw_is_a_function_of_seed_and_epoch(how: Sampling) -> None:
         (Weighted, {"column": "w", "rows": 0},
          "Weighted: rows=0: give a whole number of at least 1, or None."),
         (Weighted, {"column": "w", "replacement": False},
-         "Weighted: replacement=False needs rows=, the rows of an epoch: each row once is an epoch "
-         "without sampling."),
+         "Weighted: replacement=False: give rows=, the rows of an epoch; each row once is one without "
+         "sampling."),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_told(kind: Any, given: dict[str, Any], text: str) -> None:

@@ -43,8 +43,9 @@ BEFORE_TORCH: dict[str, tuple[list[str], str]] = {
     "no file": (["train"], "missing: data.train, model, optimizer. Give --config FILE"),
     "no key": (
         ["train", "a.yaml"],
-        "a.yaml: give --KEY VALUE; sparkdl train --help lists all keys",
+        "a.yaml: give --config a.yaml; sparkdl train --help lists all keys",
     ),
+    "no key for a word": (["train", "5"], "5: give --KEY VALUE; "),
     "no value": (["train", "--config"], "--config: give --KEY VALUE; "),
     "no value before a flag": ([*FILE, "--name", "--dry-run"], "--name: give --KEY VALUE; "),
     "missing file": (
@@ -253,12 +254,20 @@ def test_the_configurations_are_written(here: Path, capsys: pytest.CaptureFixtur
     assert (here / "mine/digits.yaml").read_text() == "mine"
 
 
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "  tune      search for good values" in ended([], capsys)[1]
     assert ended(["--version"], capsys)[1] == f"{sparkdl.__version__}\n"
     status, out, _ = ended(["train", "--help"], capsys)
     assert status == 0
     assert "\n  batch_size: 256\n" in out
+    monkeypatch.setitem(sys.modules, "omegaconf", None)  # installed without the extra
+    for arguments in (["train", "--help"], FILE):
+        status, out, err = ended(arguments, capsys)
+        assert (status, out) == (2, "")
+        assert err.startswith("error: a job needs ")
+        assert 'extra "jobs"' in err
 
 
 @pytest.mark.parametrize("kind", [sparkdl.DataError, sparkdl.CheckpointError, RuntimeError])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lazily import Lazily
 
 from sparkdl.metrics.named import hit_ratio, ndcg, resolve, top_k
-from sparkdl.metrics.scores import AUC
+from sparkdl.metrics.scores import SCORES
 
 sk = Lazily("sklearn.metrics")
 COARSE = st.integers(-3, 3).map(float)
@@ -24,7 +24,7 @@ FINE = st.floats(-1e6, 1e6, width=32)
 
 
 def auc(output: Any, target: Any) -> float:
-    metric = AUC()
+    metric = SCORES["auc"]()
     return metric.value(
         metric.update(metric.start(), torch.as_tensor(output), torch.as_tensor(target))
     )
@@ -46,7 +46,7 @@ def test_auc_is_scikit_learns_for_any_cut(
     labels = np.array([label for _, label in samples])
     if labels.all() or not labels.any():
         labels[0] = not labels[0]
-    metric = AUC()
+    metric = SCORES["auc"]()
     edges = sorted({0, len(samples), *(cut for cut in cuts if cut < len(samples))})
     batches = list(itertools.pairwise(edges))
     bounds = sorted({0, len(batches), *(part for part in parts if part < len(batches))})
@@ -65,7 +65,7 @@ def test_auc_is_scikit_learns_for_any_cut(
 
 def test_the_state_of_auc_stays_small() -> None:
     """Runs shrink by half, and equal scores are kept once."""
-    metric, state = AUC(), AUC().start()
+    metric, state = SCORES["auc"](), SCORES["auc"]().start()
     rng = np.random.default_rng(0)
     scores, labels = rng.normal(size=5000).astype(np.float32), rng.integers(0, 2, 5000)
     for i in range(0, 5000, 7):

@@ -24,7 +24,7 @@ from sparkdl.metrics.base import MeanMetric
 from sparkdl.metrics.classes import BINS
 from sparkdl.metrics.named import resolve, suited
 from sparkdl.metrics.scorer import MetricOf, Scorer, States
-from sparkdl.metrics.scores import BestThreshold
+from sparkdl.metrics.scores import best_threshold
 from sparkdl.model.loss import MaskedLoss
 
 pytestmark = pytest.mark.filterwarnings("ignore:Metric .Spearman")
@@ -504,7 +504,7 @@ def test_decisions_by_the_best_threshold_are_worth_what_it_says(scores: Any, lab
     output, target = torch.tensor(scores), torch.tensor(labels)
     target = torch.cat([target, torch.tensor([0, 1])])
     output = torch.cat([output, output.min()[None] - 1, output.max()[None]])
-    scorer = Scorer(None, (BestThreshold(),))
+    scorer = Scorer(None, (best_threshold(),))
     found = scorer.values(folded(scorer, output, target, [[(0, len(output))]]))["best_threshold"]
     decided = output.double().sigmoid() > found["threshold"]
     assert sk.f1_score(target, decided) == pytest.approx(found["value"])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sparkdl.model.loss import NoValuePerSample, call_loss, masses_of, unreduced, weighted_mean
+from sparkdl.model.loss import NoValuePerSample, call_loss, loss_of, masses_of, unreduced
 from sparkdl.model.recipe import on_device
 from sparkdl.replica.compute import MiniBatch
 
@@ -70,7 +70,7 @@ WEIGHTED = {
 
 @pytest.mark.parametrize(("loss", "target", "each"), WEIGHTED.values(), ids=WEIGHTED)
 def test_weighted_mean(loss, target, each) -> None:
-    found = weighted_mean(loss, OUTPUT, [target], WEIGHTS)
+    found, _ = loss_of(loss, OUTPUT, [target], WEIGHTS)
     torch.testing.assert_close(found, mean(each), rtol=1e-13, atol=0)
 
 
@@ -79,7 +79,7 @@ def test_images_are_averaged_over_their_pixels_first() -> None:
     other = torch.rand(4, 2, 3, 3, generator=GENERATOR)
     weights = torch.tensor([1.0, 0.0, 0.0, 3.0])
     each = ((one - other) ** 2).flatten(1).mean(1)
-    found = weighted_mean(nn.MSELoss(), one, [other], weights)
+    found, _ = loss_of(nn.MSELoss(), one, [other], weights)
     torch.testing.assert_close(found, (each * weights).sum() / 4)
 
 
@@ -88,7 +88,7 @@ def test_large_weights_beside_half_precision(dtype) -> None:
     output, target = OUTPUT.to(dtype), VALUES.to(dtype)
     weights = WEIGHTS * 1e5 + 12_345
     each = by_sample(output, target).double()
-    found = weighted_mean(by_sample, output, [target], weights)
+    found, _ = loss_of(by_sample, output, [target], weights)
     torch.testing.assert_close(
         found.double(), (each * weights).sum() / weights.sum(), rtol=1e-6, atol=0
     )
@@ -105,7 +105,7 @@ def test_large_weights_beside_half_precision(dtype) -> None:
 )
 def test_a_loss_without_a_value_per_sample(loss, found) -> None:
     with pytest.raises(NoValuePerSample, match=found):
-        weighted_mean(loss, OUTPUT, [VALUES], WEIGHTS)
+        loss_of(loss, OUTPUT, [VALUES], WEIGHTS)
 
 
 def test_unreduced_leaves_the_users_loss_alone() -> None:
@@ -162,7 +162,7 @@ def test_masses_are_what_the_mean_is_divided_by(rows, positions, cut, name, seed
     else:
         assert torch.isnan(loss(output, target))
     ones = torch.ones(rows)
-    weighted = weighted_mean(loss, output, [target], ones, masses)
+    weighted, _ = loss_of(loss, output, [target], ones, masses)
     assert float(weighted) == pytest.approx(total / whole if whole else 0.0, rel=1e-9)
 
 

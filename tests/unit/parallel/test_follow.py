@@ -16,10 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from sparkdl import ModelError, ParameterError
 from sparkdl.model.buffers import TrainingOptions
-from sparkdl.parallel.pipeline import Pipeline, balanced, with_split
+from sparkdl.parallel.base import Mesh
+from sparkdl.parallel.pipeline import Pipeline, balanced
 from sparkdl.parallel.trace import TracedStage, chain_of
 
 WIDTH, LENGTH, WORDS = 8, 5, 11
+TWO = Mesh(pipe=2)
 
 
 class Language(nn.Module):
@@ -116,6 +118,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...], list[
         (torch.rand(4, WIDTH),),
         ["again", "first", "second"],
     ),
+    "as many zeros as rows": (
+        lambda: Called(lambda m, x: m.second(m.first(x) + torch.zeros(x.shape[0], WIDTH))),
+        (torch.rand(4, WIDTH),),
+        ["first", "second"],
+    ),
     "several out": (
         lambda: Called(lambda m, x: (m.first(x), m.second(x).argmax(1))),
         (torch.rand(4, WIDTH),),
@@ -186,7 +193,7 @@ def test_blocks_of_a_list_stay_whole_unless_they_are_cut_by_name():
     assert [name for name, _ in chain_of(Blocks(), (), inputs)] == ["blocks.0", "blocks.1"]
     cut = chain_of(Blocks(), ["blocks.1.2"], inputs)
     assert [name for name, _ in cut] == ["blocks.0", "blocks.1.0", "blocks.1.1", "blocks.1.2"]
-    named = with_split(Pipeline(split=["blocks.1"]), Blocks(), inputs, 2, TrainingOptions())
+    named = Pipeline(split=["blocks.1"]).planned(Blocks(), inputs, TWO, TrainingOptions())
     assert named.split == ("blocks.1",)
 
 
@@ -200,13 +207,13 @@ def test_stages_begin_where_only_tensors_go_on():
     inputs = [torch.rand(3, WIDTH)]
     items = chain_of(Called(forward), (), inputs)
     assert [name for name, _ in items] == ["first", "again", "second"]
-    chosen = with_split(Pipeline(), Called(forward), inputs, 2, TrainingOptions())
+    chosen = Pipeline().planned(Called(forward), inputs, TWO, TrainingOptions())
     assert chosen.split == ("second",)
     assert balanced([1.0, 9.0, 1.0], 2) == [0, 1]  # else it would begin with "again"
     with pytest.raises(ModelError, match='"first" puts out a int: cut elsewhere'):
-        with_split(Pipeline(split=["again"]), Called(forward), inputs, 2, TrainingOptions())
+        Pipeline(split=["again"]).planned(Called(forward), inputs, TWO, TrainingOptions())
     assert message_of(
-        ParameterError, with_split, Pipeline(), Called(forward), inputs, 3, TrainingOptions()
+        ParameterError, Pipeline().planned, Called(forward), inputs, Mesh(pipe=3), TrainingOptions()
     ) == (
         'strategy="pipeline" with 3 stages: the model is a chain of 2 parts between which only tensors '
         'go. Use fewer replicas, or copies of the pipeline, mesh={"data": ..., "pipe": ...}.'
@@ -216,11 +223,10 @@ def test_stages_begin_where_only_tensors_go_on():
 def test_activations_are_kept_of_what_is_called_as_a_whole():
     inputs = (words,)
     checkpointed = TrainingOptions(activation_checkpointing=("layers.*",))
-    assert with_split(Pipeline(), Language(), inputs, 2, checkpointed).split
+    assert Pipeline().planned(Language(), inputs, TWO, checkpointed).split
+    options = TrainingOptions(activation_checkpointing=("language",))
     with pytest.raises(ModelError, match='calls the members of "language" one by one'):
-        with_split(
-            Pipeline(), Inside(), inputs, 2, TrainingOptions(activation_checkpointing=("language",))
-        )
+        Pipeline().planned(Inside(), inputs, TWO, options)
 
 
 def test_parameters_that_become_others_go_back_where_they_are_from():

@@ -13,7 +13,7 @@ from torch import nn
 
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.parallel.base import Mesh
-from sparkdl.parallel.pipeline import Pipeline, balanced, bounds_of, micro_batches, with_split
+from sparkdl.parallel.pipeline import Pipeline, balanced, bounds_of, micro_batches
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.parallel.trace import chain_of
 
@@ -81,11 +81,11 @@ def test_stages_have_equal_work_not_equal_parameters():
         nn.Linear(8, 100),
     ).train()
     inputs = [torch.zeros(2, 3, 16, 16)]
-    assert with_split(Pipeline(), module, inputs, 2, TrainingOptions()).split == ("2",)
+    assert Pipeline().planned(module, inputs, Mesh(pipe=2), TrainingOptions()).split == ("2",)
     assert module.training
-    named = with_split(Pipeline(split=["5"]), module, inputs, 2, TrainingOptions())
+    named = Pipeline(split=["5"]).planned(module, inputs, Mesh(pipe=2), TrainingOptions())
     assert bounds_of(named, chain_of(module)) == [0, 5, 6]
-    assert with_split(Pipeline(), module, inputs, 1, TrainingOptions()).split == ()
+    assert Pipeline().planned(module, inputs, Mesh(pipe=1), TrainingOptions()).split == ()
 
 
 class Hidden(nn.LSTM):
@@ -107,7 +107,9 @@ def test_the_work_of_fused_kernels_counts(layer):
     """Torch's own counter takes them for nothing: all layers would be in one stage."""
     module = nn.Sequential(*(layer() for _ in range(4)), nn.Linear(8, 8))
     fast, fused = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
-    split = with_split(Pipeline(), module, [torch.zeros(2, 5, 8)], 2, TrainingOptions()).split
+    split = (
+        Pipeline().planned(module, [torch.zeros(2, 5, 8)], Mesh(pipe=2), TrainingOptions()).split
+    )
     assert split == ("2",)
     assert torch.backends.mha.get_fastpath_enabled() == fast
     assert torch.backends.mkldnn.enabled == fused

@@ -325,7 +325,7 @@ AGREE = [
 def test_formulas_and_simulation_agree(choice: Choice, nbytes: int) -> None:
     formulas = replace(FORMULAS, profile=replace(PROFILE, nbytes=nbytes))
     predicted = formulas.estimate(choice).seconds
-    whole = duration(simulated(choice, FACTS, formulas.profile, PROBE))
+    whole = duration(simulated(choice, formulas))
     assert whole == pytest.approx(predicted, rel=0.03)
 
 
@@ -335,8 +335,9 @@ def test_formulas_and_simulation_agree_between_nodes(nodes: int, seconds: float)
     profile = replace(PROFILE, line=Line(0.0, seconds), nbytes=28_000_000)
     probe = sparkdl.Cluster(nodes=nodes, slots=1).probe()
     facts, choice = replace(FACTS, batch_size=nodes), Choice("shuffle", nodes)
-    predicted = Formulas(facts, profile, probe).estimate(choice).seconds
-    whole = duration(simulated(choice, facts, profile, probe))
+    formulas = Formulas(facts, profile, probe)
+    predicted = formulas.estimate(choice).seconds
+    whole = duration(simulated(choice, formulas))
     assert whole == pytest.approx(predicted, rel=0.03)
 
 
@@ -352,9 +353,8 @@ def test_one_replica_a_node_is_named_where_it_saves(slots: int, each: float) -> 
 
 
 def test_the_simulation_has_stragglers_and_uneven_stages() -> None:
-    slow = replace(PROFILE, line=replace(PROFILE.line, spread=0.1))
-    choice = Choice("gang", 4)
-    even, uneven = (duration(simulated(choice, FACTS, p, PROBE)) for p in (PROFILE, slow))
+    slow = replace(FORMULAS, profile=replace(PROFILE, line=replace(PROFILE.line, spread=0.1)))
+    even, uneven = (duration(simulated(Choice("gang", 4), f)) for f in (FORMULAS, slow))
     assert even < uneven < 1.2 * even
     line = Timeline()
     one_f_one_b(line, [1.0, 3.0, 1.0], 8)
@@ -365,7 +365,7 @@ def test_the_picture_has_a_lane_for_each_rank() -> None:
     svg = plan_of().timeline(2)
     assert svg.startswith("<svg")
     assert [name in svg for name in ("driver", "rank 0", "rank 1", "network")] == [True] * 4
-    many = simulated(Choice("gang", 64), FACTS, PROFILE, PROBE)
+    many = simulated(Choice("gang", 64), FORMULAS)
     assert "lanes more" in draw(many)
 
 

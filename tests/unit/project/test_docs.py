@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+
+import sparkdl
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -47,6 +51,14 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
     for path in re.findall(r"`([\w/]+\.py)`", prose(page)):
         known = (ROOT / "sparkdl" / path).exists() if "/" in path else path in files
         assert known, f"{page.name}: {path}"
+
+
+def test_every_field_of_a_trainer_is_in_its_reference() -> None:
+    cells = re.findall(r"^\| (`.+?) \|", (ROOT / "docs/trainer.md").read_text(), re.MULTILINE)
+    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    fields = {field.name for field in dataclasses.fields(sparkdl.Trainer)}
+    arguments = {*inspect.signature(sparkdl.Trainer.fit).parameters} - {"self"}
+    assert named == {name for name in fields if name[0] != "_"} | arguments
 
 
 def test_every_function_on_the_path_of_an_iteration_exists() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,6 +120,23 @@ def test_a_notebook_shows_the_users_frames_alone() -> None:
     assert "direct cause" in text
 
 
+def test_a_library_may_lie_anywhere_and_so_may_the_users_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, code in (("library", "def fail(): return 1 / 0"), ("pyspark", "")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text(code)
+    (tmp_path / "pyspark/mine.py").write_text("import library\ndef call(): library.fail()")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "pyspark")
+    monkeypatch.setattr(errors, "_LIBRARIES", ("library",))
+    with pytest.raises(ZeroDivisionError) as caught:
+        importlib.import_module("mine").call()
+    text = errors.frames_of_user(caught.value)
+    assert "mine.py" in text
+    assert str(tmp_path / "library") not in text
+
+
 LAYERS = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(20)])
 
 
@@ -171,6 +190,15 @@ def test_words_are_in_double_quotes() -> None:
         (
             lambda: sparkdl.Trainer(metrics=["auc"]),  # type: ignore[call-arg]
             "Give validation=sparkdl.Validation(data, metrics=[...]).",
+        ),
+        (
+            lambda: sparkdl.Trainer(device="cuda"),  # type: ignore[call-arg]
+            "Give replicas=2 for two GPUs: each task takes the one that Spark assigned to it, else the "
+            "CPU.",
+        ),
+        (
+            lambda: sparkdl.Trainer(collate_fn=print),  # type: ignore[call-arg]
+            "Give columns={...}, how a column becomes a tensor, or augment=, a function of a sample.",
         ),
         (lambda: sparkdl.Trainer(batchsize=3), 'Did you mean "batch_size"?'),  # type: ignore[call-arg]
         (lambda: ml.TorchClassifier(learning_rate=0.1), 'Did you mean "learningRate"?'),

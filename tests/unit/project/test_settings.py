@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from mistakes import message_of
+from pyspark import SparkContext
 
 import sparkdl
 from sparkdl import archive
@@ -132,6 +133,27 @@ def test_what_is_no_master_starts_no_jvm(master: str) -> None:
         f"master={master!r} is not a Spark master. Give local, local[2] or local[*], yarn, or a "
         "cluster's URL, such as spark://host:7077 or k8s://https://host:443."
     )
+
+
+@pytest.mark.parametrize(
+    ("java", "said"),
+    [
+        (None, "there is no Java at {java}: install Java 17 or newer, on PATH or in JAVA_HOME."),
+        ("#!/bin/sh\nexit 1\n", "The Java is {java}, and Spark 4 needs 17 or newer."),
+    ],
+)
+def test_a_jvm_that_does_not_start_is_told(
+    java: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "java"
+    program.parent.mkdir()
+    if java is not None:
+        program.write_text(java, encoding="utf-8")
+        program.chmod(0o755)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    monkeypatch.setattr(SparkContext, "_gateway", None)
+    told = message_of(SessionError, sparkdl.session, "local[1]")
+    assert told.endswith(said.format(java=program))
 
 
 @pytest.fixture

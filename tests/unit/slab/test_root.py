@@ -194,7 +194,7 @@ def test_a_root_that_is_not_ours_is_refused(
 
 def linked_segment(place: Path) -> None:
     with pytest.raises(OSError, match="File exists"):
-        SegmentWriter(str(place / "samples-1-0"), [FIELD])
+        SegmentWriter(str(place / "samples-1-0"), [FIELD], [])
     MappedColumn.map([RowFile(str(place / "samples-1-0"), 4096)], 0, FIELD)
 
 

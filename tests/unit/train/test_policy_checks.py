@@ -376,7 +376,7 @@ CONSISTENCIES: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]
         (SPLIT, 'with strategy="fsdp": a replica takes steps by itself'),
         (STEPS, "with local_steps=2: leave one"),
         (TOP_K, "with compression: there is no gradient"),
-        ({"ema": 0.9}, "with ema: there is no"),
+        ({"ema": 0.9}, "with ema=0.9: there is no"),
         (HISTOGRAMS, "with histograms: there is no"),
         (FP16, 'with precision="fp16": replicas scale no loss'),
         ({"wire": "fp16"}, 'with wire="fp16": weights may be too large'),
