@@ -230,7 +230,7 @@ def address_parts(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
         yield from send(target, bytes(part))
 
 
-def join_parts(config: SlabConfig, partition: int, parts: Iterable[bytes]) -> Iterator[bytes]:
+def join_frames(config: SlabConfig, partition: int, parts: Iterable[bytes]) -> Iterator[bytes]:
     """Join the parts of a partition on the node that holds them; yield its handle (a Spark task)."""
     yield pickle.dumps(join_partition(config, [pickle.loads(part) for part in parts]))
 
