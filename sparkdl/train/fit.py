@@ -14,6 +14,7 @@ from sparkdl.engines.resources import FitResources
 from sparkdl.errors import SessionError
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.model import TrainedModel
+from sparkdl.loop.interrupt import interruptible
 from sparkdl.loop.progress import Progress, progress_of
 from sparkdl.planner.follow import ScheduleShare, compare
 from sparkdl.planner.plan import Plan
@@ -105,7 +106,8 @@ def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
     """Train in a classic session, and return the result and the state in which the run ended."""
     mode = "false" if request.quiet else facts.settings.progress
     progress = progress_of(mode, "", time.monotonic(), request.one_pass)
-    with contextlib.closing(progress):
+    # before the first iteration an interrupt ends the fit at once; from then on run_course has its own
+    with contextlib.closing(progress), interruptible(ready=lambda: False):
         return _run(data, request, facts, progress)
 
 
