@@ -167,7 +167,9 @@ def report() -> dict[str, list[tuple[str, str]]]:
         "System": list(_system()),
         "Libraries": [(name, version) for name in LIBRARIES if (version := _version(name))],
         "Devices": list(_devices()),
-        "Environment": [(name, _shown(name)) for name in VARIABLES if os.environ.get(name)],
+        "Environment": [
+            (name, _redacted(name, os.environ[name])) for name in VARIABLES if os.environ.get(name)
+        ],
         "Spark settings": list(_spark_settings()),
     }
     return {title: lines for title, lines in sections.items() if lines}
@@ -230,10 +232,9 @@ def _spark_settings() -> Iterator[tuple[str, str]]:
         yield "spark-defaults.conf", f"none in {folder}"
         return
     yield "spark-defaults.conf", str(path)
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        key, _, value = line.strip().replace("=", " ", 1).partition(" ")
+    for key, value in archive.pairs_in(path):
         if key.startswith((PREFIX, "spark.pyspark", "spark.master")) or key in NEEDED_FOR_SPEED:
-            yield key, REDACTED if is_secret(key, value) else without_credentials(value.strip())
+            yield key, _redacted(key, value)
 
 
 def _version(name: str) -> str | None:
@@ -243,8 +244,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _shown(name: str) -> str:
-    value = os.environ[name]
+def _redacted(name: str, value: str) -> str:
     return REDACTED if is_secret(name, value) else without_credentials(value)
 
 

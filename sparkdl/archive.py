@@ -92,9 +92,10 @@ def used(master: str | None) -> Iterator[None]:
     folder = Path(os.environ.get("SPARK_CONF_DIR") or spark_home() / "conf")
     files = {one.name for one in folder.iterdir()} if folder.is_dir() else set()
     known = {_DEFAULTS, _LOGGING} & files
-    if any(not name.endswith(".template") for name in files - known) or not _runs_here(
-        master or _master_in(folder / _DEFAULTS)
-    ):
+    master = master or dict(pairs_in(folder / _DEFAULTS)).get("spark.master", "local")
+    # in another cluster processes read the directory itself
+    runs_here = master.startswith(("local", "spark://"))
+    if not runs_here or any(not name.endswith(".template") for name in files - known):
         yield
         return
     java_options, arguments = options_with(path), ["pyspark-shell"]
@@ -134,16 +135,9 @@ def _launching(java_options: list[str], arguments: list[str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _runs_here(master: str | None) -> bool:
-    """Return whether a master runs tasks in this JVM, or in processes that read no directory of it."""
-    return master is None or master.startswith(("local", "spark://"))
-
-
-def _master_in(defaults: Path) -> str | None:
-    """Return the master in a file of Spark's defaults."""
-    with contextlib.suppress(OSError):
+def pairs_in(defaults: Path) -> Iterator[tuple[str, str]]:
+    """Yield the keys and values in a file of Spark's defaults, if there is one."""
+    if defaults.is_file():
         for line in defaults.read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.strip().replace("=", " ", 1).partition(" ")
-            if key == "spark.master":
-                return value.strip()
-    return None
+            yield key, value.strip()

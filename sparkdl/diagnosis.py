@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from logging.handlers import MemoryHandler
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,8 @@ from sparkdl.gang.slots import task_slots
 from sparkdl.loop.triggers import max_iteration
 from sparkdl.session import is_connected
 from sparkdl.settings import __version__
+from sparkdl.train.fit import fit
+from sparkdl.train.request import FitRequest
 from sparkdl.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -39,7 +42,6 @@ ENGINES = {
     "shuffle": "Spark jobs: a lost executor costs seconds",
     "gang": "one barrier stage: all ranks at once",
 }
-_QUIET = {"spark.sparkdl.progress": "false", "spark.sparkdl.timeout.seconds": "120"}
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,12 @@ def diagnose(spark: SparkSession) -> Diagnosis:
     """
     milliseconds: dict[str, float] = {}
     reasons: dict[str, str] = {}
-    with _warnings() as advice, _settings(spark, _QUIET):
+    with _warnings() as records:
         tasks = None if is_connected(spark) else task_slots(spark.sparkContext)
-        data = _points(spark, ROWS * (tasks or 1))
+        data = spark.range(ROWS * (tasks or 1)).selectExpr(
+            "array(float(rand(1)), float(rand(2)), float(rand(3))) AS features",
+            "array(float(rand(4))) AS label",
+        )
         for engine in ENGINES:
             if engine == "shuffle" and is_connected(spark):
                 reasons[engine] = (
@@ -107,7 +112,8 @@ def diagnose(spark: SparkSession) -> Diagnosis:
                 sentence, _, _ = str(error).partition("Traceback (most recent call last)")
                 reasons[engine] = " ".join(sentence.split())
         facts = [*_session_facts(spark, tasks), *_executor_facts(spark, tasks or 1)]
-    return Diagnosis(facts, milliseconds, reasons, list(dict.fromkeys(advice)))
+    advice = list(dict.fromkeys(record.getMessage() for record in records))
+    return Diagnosis(facts, milliseconds, reasons, advice)
 
 
 def _line(name: str, text: str, width: int = 12) -> str:
@@ -115,31 +121,21 @@ def _line(name: str, text: str, width: int = 12) -> str:
     return textwrap.fill(f"{name:<{width - 1}} {text}", 110, subsequent_indent=blank)
 
 
-def _points(spark: SparkSession, rows: int) -> DataFrame:
-    return spark.range(rows).selectExpr(
-        "array(float(rand(1)), float(rand(2)), float(rand(3))) AS features",
-        "float(rand(4)) AS label",
-    )
-
-
 def _trial_fit(data: DataFrame, engine: str, tasks: int | None) -> float:
     """Return the median milliseconds of an iteration."""
-    trained = Trainer(
+    trainer = Trainer(
         model=partial(nn.Linear, 3, 1),
-        loss=_mean_squares,
+        loss=nn.MSELoss(),
         optimizer=partial(torch.optim.SGD, lr=0.01),
         engine=engine,
         batch_size=max(32, 2 * (tasks or 1)),
         replicas=tasks,
         stop=max_iteration(ITERATIONS),
-    ).fit(data)
+    )
+    trained = fit(data, FitRequest(trainer=trainer), progress="false", timeout=120.0).trained
     seconds = [row["seconds"] for row in trained.history]
     laps = [after - before for before, after in itertools.pairwise(seconds)]
     return 1000 * statistics.median(laps[-(ITERATIONS // 3) :])
-
-
-def _mean_squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return ((output.squeeze(-1) - target) ** 2).mean()
 
 
 def _session_facts(spark: SparkSession, tasks: int | None) -> Iterator[tuple[str, str]]:
@@ -205,36 +201,14 @@ def _describe_node(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch
 
 
 @contextmanager
-def _warnings() -> Iterator[list[str]]:
+def _warnings() -> Iterator[list[logging.LogRecord]]:
     """Collect what sparkdl warns of, in place of showing it."""
-    logger, texts = logging.getLogger("sparkdl"), list[str]()
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.WARNING:
-                texts.append(record.getMessage())
-
-    handler, propagate = Collector(), logger.propagate
+    logger, handler = logging.getLogger("sparkdl"), MemoryHandler(1 << 16, logging.CRITICAL + 1)
+    handler.setLevel(logging.WARNING)
     logger.addHandler(handler)
-    logger.propagate = False
+    propagate, logger.propagate = logger.propagate, False
     try:
-        yield texts
+        yield handler.buffer
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagate
-
-
-@contextmanager
-def _settings(spark: SparkSession, values: dict[str, str]) -> Iterator[None]:
-    """Set keys of the session for the time of a ``with`` block."""
-    before: dict[str, str | None] = {key: spark.conf.get(key, None) for key in values}
-    for key, value in values.items():
-        spark.conf.set(key, value)
-    try:
-        yield
-    finally:
-        for key, previous in before.items():
-            if previous is None:
-                spark.conf.unset(key)
-            else:
-                spark.conf.set(key, previous)

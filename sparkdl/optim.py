@@ -16,7 +16,29 @@ from torch.optim.optimizer import Optimizer, ParamsT
 __all__ = ["LAMB", "LARS", "Ftrl"]
 
 
-class LARS(Optimizer):
+class _TensorByTensor(Optimizer):
+    """An optimizer that changes one tensor after another."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Perform one step, and return the value of ``closure`` if it is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for w in (p for p in group["params"] if p.grad is not None):
+                self._change(w, w.grad, self.state[w], group)
+        return loss
+
+    def _change(
+        self, w: torch.Tensor, slope: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """Change the weights ``w``, with a gradient ``slope`` and the state of this tensor."""
+        raise NotImplementedError
+
+
+class LARS(_TensorByTensor):
     """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg, 2017, arXiv:1708.03888, algorithm 1).
 
     For each tensor w with gradient g::
@@ -50,25 +72,19 @@ class LARS(Optimizer):
         _not_negative(**values)
         super().__init__(params, {**values, "adapt": adapt})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Perform one step, and return the value of ``closure`` if it is given."""
-        loss = _evaluate(closure)
-        for group in self.param_groups:
-            decay = group["weight_decay"]
-            for w in (p for p in group["params"] if p.grad is not None):
-                ratio: float | torch.Tensor = 1.0
-                if group["adapt"]:
-                    size, slope = w.norm(), w.grad.norm()
-                    ratio = _ratio(group["trust"] * size, slope + decay * size, size, slope)
-                velocity = self.state[w].setdefault("velocity", torch.zeros_like(w))
-                velocity.mul_(group["momentum"])
-                velocity.add_((w.grad + decay * w).mul_(group["lr"] * ratio))
-                w.sub_(velocity)
-        return loss
+    def _change(
+        self, w: torch.Tensor, slope: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        decay, ratio = group["weight_decay"], 1.0
+        if group["adapt"]:
+            size, steepness = w.norm(), slope.norm()
+            ratio = _ratio(group["trust"] * size, steepness + decay * size, size, steepness)
+        velocity = state.setdefault("velocity", torch.zeros_like(w))
+        velocity.mul_(group["momentum"]).add_((slope + decay * w).mul_(group["lr"] * ratio))
+        w.sub_(velocity)
 
 
-class LAMB(Optimizer):
+class LAMB(_TensorByTensor):
     """Layer-wise adaptive moments (You et al., 2020, arXiv:1904.00962, algorithm 2).
 
     For each tensor w with gradient g, in its t-th step, with b1, b2 = betas::
@@ -105,31 +121,25 @@ class LAMB(Optimizer):
             raise ValueError(f"betas={betas}: give two numbers of at least 0 and less than 1.")
         super().__init__(params, {**values, "betas": betas, "adapt": adapt})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Perform one step, and return the value of ``closure`` if it is given."""
-        loss = _evaluate(closure)
-        for group in self.param_groups:
-            b1, b2 = group["betas"]
-            for w in (p for p in group["params"] if p.grad is not None):
-                state = self.state[w]
-                if not state:
-                    state.update(step=0, mean=torch.zeros_like(w), square=torch.zeros_like(w))
-                state["step"] += 1
-                mean = state["mean"].mul_(b1).add_(w.grad, alpha=1 - b1)
-                square = state["square"].mul_(b2).addcmul_(w.grad, w.grad, value=1 - b2)
-                root = (square / (1 - b2 ** state["step"])).sqrt_().add_(group["eps"])
-                update = (mean / (1 - b1 ** state["step"])).div_(root)
-                update.add_(group["weight_decay"] * w)
-                ratio: float | torch.Tensor = 1.0
-                if group["adapt"]:
-                    size, length = w.norm(), update.norm()
-                    ratio = _ratio(size, length, size, length)
-                w.sub_(update.mul_(group["lr"] * ratio))
-        return loss
+    def _change(
+        self, w: torch.Tensor, slope: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        (b1, b2), ratio = group["betas"], 1.0
+        if not state:
+            state.update(step=0, mean=torch.zeros_like(w), square=torch.zeros_like(w))
+        state["step"] += 1
+        mean = state["mean"].mul_(b1).add_(slope, alpha=1 - b1)
+        square = state["square"].mul_(b2).addcmul_(slope, slope, value=1 - b2)
+        root = (square / (1 - b2 ** state["step"])).sqrt_().add_(group["eps"])
+        update = (mean / (1 - b1 ** state["step"])).div_(root)
+        update.add_(group["weight_decay"] * w)
+        if group["adapt"]:
+            size, length = w.norm(), update.norm()
+            ratio = _ratio(size, length, size, length)
+        w.sub_(update.mul_(group["lr"] * ratio))
 
 
-class Ftrl(Optimizer):
+class Ftrl(_TensorByTensor):
     """Follow the regularized leader, proximal (McMahan et al., 2013, "Ad click prediction").
 
     It works element by element, with the parameters that BigDL and TensorFlow give it
@@ -171,37 +181,25 @@ class Ftrl(Optimizer):
             params, {"lr": lr, "lr_power": lr_power, **values, "l2_shrinkage": l2_shrinkage}
         )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Perform one step, and return the value of ``closure`` if it is given."""
-        loss = _evaluate(closure)
-        for group in self.param_groups:
-            lr, power, l1 = group["lr"], -group["lr_power"], group["l1"]
-            for w in (p for p in group["params"] if p.grad is not None):
-                state = self.state[w]
-                if not state:
-                    start = torch.full_like(w, group["initial_accumulator"])
-                    state.update(squares=start, linear=torch.zeros_like(w))
-                squares, linear = state["squares"], state["linear"]
-                before = squares.pow(power)
-                after = squares.addcmul_(w.grad, w.grad).pow(power)
-                linear.add_(w.grad).add_(w, alpha=2 * group["l2_shrinkage"])
-                linear.sub_((after - before).div_(lr).mul_(w))
-                leader = (linear.sign() * l1 - linear).div_(after.div_(lr).add_(2 * group["l2"]))
-                w.copy_(leader.masked_fill_(linear.abs() <= l1, 0.0))
-        return loss
-
-
-def _evaluate(closure: Callable[[], Any] | None) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
+    def _change(
+        self, w: torch.Tensor, slope: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        lr, power, l1 = group["lr"], -group["lr_power"], group["l1"]
+        if not state:
+            start = torch.full_like(w, group["initial_accumulator"])
+            state.update(squares=start, linear=torch.zeros_like(w))
+        squares, linear = state["squares"], state["linear"]
+        before = squares.pow(power)
+        after = squares.addcmul_(slope, slope).pow(power)
+        linear.add_(slope).add_(w, alpha=2 * group["l2_shrinkage"])
+        linear.sub_((after - before).div_(lr).mul_(w))
+        leader = (linear.sign() * l1 - linear).div_(after.div_(lr).add_(2 * group["l2"]))
+        w.copy_(leader.masked_fill_(linear.abs() <= l1, 0.0))
 
 
 def _ratio(
     above: torch.Tensor, below: torch.Tensor, size: torch.Tensor, other: torch.Tensor
-) -> torch.Tensor:
+) -> Any:
     """Return ``above / below``, or 1 where the norm ``size`` or ``other`` is 0."""
     return torch.where((size > 0) & (other > 0), above / below, torch.ones_like(above))
 

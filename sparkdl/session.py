@@ -11,7 +11,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdl import archive
@@ -258,26 +258,34 @@ class SessionFacts:
 
     session: Any  # None: of an RDD, in a thread without one
     context: Any  # the SparkContext; None: Spark Connect
+    changes: Mapping[str, Any] = field(default_factory=dict)  # settings that are other ones here
 
     @staticmethod
-    def of(data: Any, method: str) -> SessionFacts:
+    def of(data: Any, method: str, **changes: Any) -> SessionFacts:
         """Return the facts of the session of ``data``, which ``method`` takes.
 
         Raises what :func:`connected_session_of` and :func:`context_of` raise.
         """
         if is_connected(data):
-            return SessionFacts(connected_session_of(data, method), None)
+            return SessionFacts(connected_session_of(data, method), None, changes)
         context = context_of(data)
         tell_what_costs_speed(context)
         from pyspark.sql import DataFrame, SparkSession
 
         session = data.sparkSession if isinstance(data, DataFrame) else None
-        return SessionFacts(session or SparkSession.getActiveSession(), context)
+        return SessionFacts(session or SparkSession.getActiveSession(), context, changes)
 
     @functools.cached_property
     def settings(self) -> Settings:
         """The checked ``spark.sparkdl.*`` settings. Raises what :func:`settings_of` raises."""
-        return settings_of(self.context, self.session)
+        return replace(settings_of(self.context, self.session), **self.changes)
+
+    @property
+    def application(self) -> str:
+        """The id of the application, or of the session of Spark Connect."""
+        if self.context is None:
+            return f"connect-{self.session.session_id}"
+        return str(self.context.applicationId)
 
     def check_beside(self, data: Any) -> None:
         """Raise DataError or SessionError unless other data is of a session of the same kind."""

@@ -92,7 +92,11 @@ def without_spark() -> Iterator[None]:
     """In the block ``Trainer.fit`` takes :class:`Parts`, on the local engine or that of a gang."""
     context = NoCluster()
     with (
-        mock.patch.object(SessionFacts, "of", side_effect=lambda *_: SessionFacts(None, context)),
+        mock.patch.object(
+            SessionFacts,
+            "of",
+            side_effect=lambda *_, **changes: SessionFacts(None, context, changes),
+        ),
         mock.patch.object(SessionFacts, "check_beside"),
         mock.patch.object(fit_module, "warming_up"),
         mock.patch.object(placing_module, "materialize_here", _handed_over),

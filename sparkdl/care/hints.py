@@ -15,7 +15,16 @@ from sparkdl.data.row_errors import columns_with
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.errors import DataError, ModelError, counted
-from sparkdl.model.loss import Loss, StepLoss, call_loss, ignored_by, inner, unmasked, unwrapped
+from sparkdl.model.loss import (
+    Loss,
+    MaskedLoss,
+    StepLoss,
+    call_loss,
+    ignored_by,
+    inner,
+    unmasked,
+    unwrapped,
+)
 from sparkdl.model.recipe import described, for_example
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
@@ -152,34 +161,37 @@ def check_labels(loss: Loss, samples: SampleSet, prefix: str = "") -> None:
     rows = (row for row in LABELS if function is row[1] or _forwards_as(function, row[0]))
     kind, _, low, high, remedy = next(rows, (None, None, 0, 0, ""))
     log_target = keywords.get("log_target", getattr(function, "log_target", False))
-    if kind is None or len(labels) != 1 or log_target:
+    several = len(labels) > 1 and not isinstance(inner(loss), MaskedLoss)
+    if kind is None or several or log_target:
         return
-    if kind is nn.CrossEntropyLoss and (labels[0].dtype[:5] != "float" or not labels[0].shape):
-        return  # class numbers
-    ends = [
-        [
-            e.value
-            for handle in samples.handles
-            for e in handle.extremes
-            if e.field == samples.num_features and e.sign == sign and not e.of_length
+    for number, label in enumerate(labels, samples.num_features):
+        if kind is nn.CrossEntropyLoss and (label.dtype[:5] != "float" or not label.shape):
+            continue  # class numbers
+        ends = [
+            [
+                e.value
+                for handle in samples.handles
+                for e in handle.extremes
+                if e.field == number and e.sign == sign and not e.of_length
+            ]
+            for sign in (-1, 1)
         ]
-        for sign in (-1, 1)
-    ]
-    if not all(ends):
-        return
-    least, most = min(ends[0]), max(ends[1])
-    if low == -1:
-        fits, takes = {least, most} <= {-1, 1}, "labels of -1 and 1"
-    else:
-        slack = 0.0 if kind is nn.BCELoss else 1e-3  # probabilities are rounded
-        fits, takes = low - slack <= least and most <= high + slack, "labels of at least 0"
-        takes = takes if math.isinf(high) else "labels from 0 to 1"
-    if not fits:
-        name = labels[0].name
-        raise ModelError(
-            f'{prefix}"{name}" goes from {least:g} to {most:g}, and {kind.__name__} takes {takes}: '
-            f"{remedy.format(name)}."
-        )
+        if not all(ends):
+            continue
+        least, most = min(ends[0]), max(ends[1])
+        if label.dtype[:3] == "int" and least in ignored_by(loss):
+            least = low
+        if low == -1:
+            fits, takes = {least, most} <= {-1, 1}, "labels of -1 and 1"
+        else:
+            slack = 0.0 if kind is nn.BCELoss else 1e-3  # probabilities are rounded
+            fits, takes = low - slack <= least and most <= high + slack, "labels of at least 0"
+            takes = takes if math.isinf(high) else "labels from 0 to 1"
+        if not fits:
+            raise ModelError(
+                f'{prefix}"{label.name}" goes from {least:g} to {most:g}, and {kind.__name__} takes '
+                f"{takes}: {remedy.format(label.name)}."
+            )
 
 
 def check_there(loss: Loss, samples: SampleSet) -> None:

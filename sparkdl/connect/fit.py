@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import pickle
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,19 +22,17 @@ from typing import Any
 import pyarrow as pa
 import torch
 from pyspark import BarrierTaskContext, cloudpickle
-from pyspark.sql import DataFrame
 
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.resume import LATEST, ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore, piece_name, result_name
 from sparkdl.connect.news import (
-    HIDDEN,
     ControlAddress,
     ControlClient,
-    ControlServer,
     FollowedFit,
     ReportedProgress,
+    answering,
 )
 from sparkdl.connect.rows import ConnectedRows, PersistedSamples, WriteBoth, for_gang
 from sparkdl.data.equal_rows import SPREAD, SpreadRows, tell_of_shares
@@ -41,22 +40,13 @@ from sparkdl.data.fields import NO_ROWS, ReadOtherwise, SampleHandle, check_hand
 from sparkdl.data.preview import Work
 from sparkdl.data.samples import SampleSet, sample_set
 from sparkdl.engines.gang.rank import frames_of
-from sparkdl.errors import (
-    CheckpointError,
-    DataError,
-    ModelError,
-    ParameterError,
-    StateLostError,
-    cannot_travel,
-    pickling,
-)
+from sparkdl.errors import CheckpointError, DataError, ParameterError, StateLostError
 from sparkdl.gang.connect import check_slots_of, hosts_of, in_tasks, run_led, slots_of
 from sparkdl.gang.led import RESULT, LedGang, LedTask, picklable_attributes
 from sparkdl.gang.rank_task import RankContext
 from sparkdl.loop.callbacks import Callback, added_callbacks
 from sparkdl.loop.interrupt import interruptible, interrupts_held
 from sparkdl.loop.progress import Progress, progress_of
-from sparkdl.model.preparation import dumps
 from sparkdl.process.determinism import Numerics
 from sparkdl.session import SessionFacts
 from sparkdl.settings import Settings
@@ -70,11 +60,10 @@ from sparkdl.train.fit import built
 from sparkdl.train.placed_samples import OnPart, check_validation, read_again
 from sparkdl.train.plain_tasks import clean_nodes
 from sparkdl.train.preflight import check_mesh, check_sizes
-from sparkdl.train.prepare import PreparedModel, prepare
+from sparkdl.train.prepare import PreparedModel, prepare, travelling
 from sparkdl.train.request import CarriedRun, FitRequest
 from sparkdl.train.result import FitEnd
 from sparkdl.train.spec import TrainerSpec
-from sparkdl.usercode import accompanied
 
 MAX_ROWS_BYTES = 64_000_000
 """The largest result that comes back as rows of the query: the server holds all rows of a task at
@@ -130,8 +119,7 @@ class LedFit:
         progress = ReportedProgress(gang.log)
         with contextlib.ExitStack() as block:
             if self.control is not None:
-                server = ControlServer(gang.address, self.control, progress.answer)
-                block.enter_context(server)
+                block.enter_context(answering(gang.address, self.control, progress.answer))
             yield from self._lead(gang, frames, progress)
 
     def _lead(
@@ -167,7 +155,7 @@ class LedFit:
         read = finished.trainer.columns
         adapted = {name: one for name, one in read.items() if trainer.columns.get(name) != one}
         samples = replace(samples, handles=(), preview=[], more=[], columns=adapted)
-        attributes = tuple(map(_attributes, trainer.callbacks))
+        attributes = tuple(cloudpickle.dumps(picklable_attributes(c)) for c in trainer.callbacks)
         end = LedEnd(replace(finished.end, samples=samples), attributes)
         rows = {RESULT: cloudpickle.dumps(end)}
         rows.update((kind, flat.numpy().tobytes()) for kind, flat in weights.items())
@@ -178,8 +166,7 @@ class LedFit:
         if sum(map(len, rows.values())) <= self.most or trainer.checkpoint is None:
             yield from rows.items()
             return
-        stored: StoredRows = store_rows(trainer.checkpoint.path, rows)
-        yield STORED, pickle.dumps(stored)
+        yield STORED, pickle.dumps(store_rows(trainer.checkpoint.path, rows))
 
     def _validation(
         self, gang: LedGang, handles: list[SampleHandle], samples: SampleSet
@@ -208,12 +195,6 @@ class LedFit:
         return sample_set(None, handles, run, *columns, sampled=sampled)
 
 
-def _attributes(callback: Callback) -> bytes:
-    """Pickle the attributes of a callback that can be pickled."""
-    packed: bytes = cloudpickle.dumps(picklable_attributes(callback))
-    return packed
-
-
 @dataclass(frozen=True)
 class _SpreadPart:
     """The command that spreads equal rows of the training (0) or the validation (1) of a rank."""
@@ -240,7 +221,6 @@ class StoredRows:
     """
 
     uri: str
-    sizes: Mapping[str, int]  # bytes by kind, in the order in which they are stored
     digests: tuple[bytes, ...]  # SHA-256 of each file
 
     def fetch(self, session: Any) -> dict[str, bytes]:
@@ -260,10 +240,7 @@ class StoredRows:
                     )
                 data += part
         in_tasks(session, self._delete, range(1))
-        rows, start = {}, 0
-        for kind, nbytes in self.sizes.items():
-            rows[kind] = bytes(memoryview(data)[start : start + nbytes])
-            start += nbytes
+        rows: dict[str, bytes] = pickle.loads(data)
         return rows
 
     def _read(self, number: int) -> bytes:
@@ -281,13 +258,12 @@ def store_rows(path: str | os.PathLike[str], rows: Mapping[str, bytes]) -> Store
     """Write rows into a new folder in ``path``, which all executors share."""
     folder = Folder.of(path).folder(result_name())
     folder.make()
-    data, digests = b"".join(rows.values()), []
+    data, digests = pickle.dumps(dict(rows)), []
     for number, start in enumerate(range(0, len(data), PIECE_BYTES)):
         piece = data[start : start + PIECE_BYTES]
         folder.write(piece_name(number), piece)
         digests.append(hashlib.sha256(piece).digest())
-    sizes = {kind: len(content) for kind, content in rows.items()}
-    return StoredRows(folder.uri, sizes, tuple(digests))
+    return StoredRows(folder.uri, tuple(digests))
 
 
 logger = logging.getLogger("sparkdl")
@@ -303,18 +279,13 @@ def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
     A replay is only checked, since a gang decides nothing.
     """
     with end_of_session_explained(facts.session):
-        settings = facts.settings
-        if request.quiet:
-            settings = replace(settings, progress=HIDDEN)
-        progress = progress_of(settings.progress, "", time.monotonic(), request.one_pass)
+        progress = progress_of(facts.settings.progress, "", time.monotonic(), request.one_pass)
         with contextlib.closing(progress):
-            return _run(data, request, facts, settings, progress)
+            return _run(data, request, facts, progress)
 
 
-def _run(
-    data: Any, request: FitRequest, facts: SessionFacts, settings: Settings, progress: Progress
-) -> CarriedRun:
-    session = facts.session
+def _run(data: Any, request: FitRequest, facts: SessionFacts, progress: Progress) -> CarriedRun:
+    session, settings = facts.session, facts.settings
     trainer = for_gang(request.trainer)
     check_replay(trainer, request.replay)
     model = built(trainer, request, facts, progress)
@@ -336,7 +307,7 @@ def _run(
     callbacks = (*trainer.callbacks, *added_callbacks(trainer.callbacks))
     columns = len(trainer.feature_columns), trainer.weight is not None
     for reading in itertools.count(1):
-        slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
+        slab = SlabConfig.new(settings.slab_dir, facts.application)
         if isinstance(data, PersistedSamples):
             rows = data.rows.into(slab)
         else:
@@ -346,16 +317,13 @@ def _run(
         fit = LedFit(slab, rows.write, *columns, order, resume, MAX_ROWS_BYTES)
         progress.doing("starting the gang and reading rows")
         try:
-            frame = rows.frame
-            end = Submissions(request, session, settings, frame, ranks, fit, newest, progress).end()
+            end = submitted(request, facts, rows, fit, newest, progress)
             break
         except ReadOtherwise as otherwise:
             if isinstance(data, PersistedSamples):
                 raise
             trainer = replace(trainer, columns=read_again(trainer.columns, otherwise, reading))
             model.read_by(trainer)
-    if end is None:
-        raise DataError(NO_ROWS)
 
     def weights(kind: str) -> torch.Tensor:
         return torch.frombuffer(bytearray(end.weights.pop(kind)), dtype=model.layout.dtype)
@@ -394,23 +362,17 @@ def _order(request: FitRequest, model: PreparedModel, settings: Settings) -> byt
         validation: Any = replace(trainer.validation, data=nothing)  # type: ignore[arg-type]
         sent = replace(sent, validation=validation)
     order = FitOrder(replace(request, trainer=sent, replay=None), settings)
-    try:
-        return dumps(accompanied(order))
-    except Exception as error:
-        for callback in sent.callbacks:
-            remedy = (
-                "In a Spark Connect session callbacks run in rank 0: let it open files and "
-                "connections in on_fit_start, and keep no session."
-            )
-            with pickling(f"the callback {type(callback).__name__}", remedy):
-                dumps(accompanied(callback))
-        for name in ("stop", "schedule", "validation", "checkpoint", "histograms"):
-            remedy = "In a Spark Connect session rank 0 has it: let it hold no open resource."
-            with pickling(f"{name}=", remedy):
-                dumps(accompanied(getattr(sent, name)))
-        raise ModelError(
-            cannot_travel("the trainer", error, "Define what it holds in a module.")
-        ) from None
+    remedy = (
+        "In a Spark Connect session callbacks run in rank 0: let it open files and connections in "
+        "on_fit_start, and keep no session."
+    )
+    parts: list[tuple[str, Any, str]]
+    parts = [(f"the callback {type(one).__name__}", one, remedy) for one in sent.callbacks]
+    remedy = "In a Spark Connect session rank 0 has it: let it hold no open resource."
+    names = ("stop", "schedule", "validation", "checkpoint", "histograms")
+    parts += [(f"{name}=", getattr(sent, name), remedy) for name in names]
+    parts.append(("the trainer", None, "Define what it holds in a module."))
+    return travelling(order, parts)
 
 
 @dataclass(frozen=True)
@@ -437,85 +399,64 @@ class NewestCheckpoint:
 def _newest_of(
     checkpoint: Checkpoint | None, resume: Any, any_data: bool, number: int
 ) -> NewestCheckpoint:
-    newest = NewestCheckpoint()
-    if checkpoint is not None:
-        for uri, manifest in CheckpointStore(checkpoint.path).candidates():
-            newest = NewestCheckpoint(uri, manifest.iteration)
-            break
-    if resume is not None:
-        candidates = ResumeCandidates(checkpoint, resume, any_data)
-        newest = replace(newest, replicas=candidates.replicas)
-    return newest
+    whole = () if checkpoint is None else CheckpointStore(checkpoint.path).candidates()
+    uri, iteration = next(((uri, manifest.iteration) for uri, manifest in whole), ("", 0))
+    replicas = None if resume is None else ResumeCandidates(checkpoint, resume, any_data).replicas
+    return NewestCheckpoint(uri, iteration, replicas)
 
 
-@dataclass(frozen=True)
-class Submissions:
-    """The submissions of a fit: one, and another for each time that ranks are lost."""
+def submitted(
+    request: FitRequest,
+    facts: SessionFacts,
+    rows: ConnectedRows,
+    first: LedFit,
+    before: NewestCheckpoint,
+    progress: Progress,
+) -> LedEnd:
+    """Submit a fit, and again each time that ranks are lost; return its end, with its weights.
 
-    request: FitRequest
-    session: Any
-    settings: Settings
-    frame: DataFrame
-    ranks: int
-    fit: LedFit
-    before: NewestCheckpoint  # the newest before the run
-    progress: Progress
-
-    def end(self) -> LedEnd | None:
-        """Return the end of the fit, with its weights; None if there were no rows.
-
-        Raise KeyboardInterrupt if the user interrupted before the training, or twice.
-        """
-        session, settings, trainer = self.session, self.settings, self.request.trainer
-        fit, losses, last = self.fit, 0, self.before
-        while True:
-            control = ControlClient(session, hosts_of(session))
-            task = LedTask(replace(fit, control=control.address), timeout=settings.timeout)
-            follower = FollowedFit(control, trainer, self.ranks, settings, self.progress)
-            try:
-                with (
-                    interruptible(ready=follower.trains) as interrupt,
-                    contextlib.closing(follower),
-                ):
-                    follower.pass_on(interrupt)
-                    profile = trainer.resource_profile
-                    with reading_explained():
-                        rows = run_led(self.frame, task, self.ranks, profile, follower)
-                    end = self._end_of(rows)
-                    if end is not None:
-                        follower.ended(end.fit.state)
-                return end
-            except StateLostError as lost:
-                if interrupt.asked:
-                    raise KeyboardInterrupt from lost
-                losses += 1
-                newest = self._newest()
-                if newest.uri != last.uri:
-                    losses, last = 1, newest
-                if losses >= (MAX_LOSSES if trainer.checkpoint else LOSSES_FROM_START):
-                    raise
-                resume, where = self.fit.resume, "the beginning"
-                if newest.uri != self.before.uri:
-                    resume, where = LATEST, f"the checkpoint after iteration {newest.iteration}"
-                elif resume is not None:
-                    where = "the checkpoint that it began with"
-                reason = str(lost).partition("\n")[0].rstrip(".")
-                logger.warning("%s. Submitted again, from %s.", reason, where)
-                fit = replace(fit, resume=resume, again=True)
-            except BaseException:
-                with interrupts_held():
-                    clean_nodes(session, self.fit.slab, self.ranks)
+    ``before`` is the newest checkpoint before the run. Raise KeyboardInterrupt if the user interrupted
+    before the training, or twice, and DataError if there are no rows.
+    """
+    session, settings, trainer, ranks = facts.session, facts.settings, request.trainer, rows.ranks
+    fit, losses, last = first, 0, before
+    while True:
+        control, training = ControlClient(session, hosts_of(session)), threading.Event()
+        task = LedTask(replace(fit, control=control.address), timeout=settings.timeout)
+        try:
+            with interruptible(ready=training.is_set) as interrupt, contextlib.closing(control):
+                follower = FollowedFit(
+                    control, trainer, ranks, settings, progress, interrupt, training
+                )
+                with reading_explained():
+                    result = run_led(rows.frame, task, ranks, trainer.resource_profile, follower)
+                if not result:  # Spark runs no task for rows of which it knows that there are none
+                    raise DataError(NO_ROWS)
+                if STORED in result:
+                    result = pickle.loads(result[STORED]).fetch(session)
+                end: LedEnd = pickle.loads(result.pop(RESULT))
+                follower.ended(end.fit.state)
+            return replace(end, weights=result)
+        except StateLostError as lost:
+            if interrupt.asked:
+                raise KeyboardInterrupt from lost
+            losses += 1
+            newest = before
+            if trainer.checkpoint is not None:
+                newest = NewestCheckpoint.seen(session, request, None)
+            if newest.uri != last.uri:
+                losses, last = 1, newest
+            if losses >= (MAX_LOSSES if trainer.checkpoint else LOSSES_FROM_START):
                 raise
-
-    def _end_of(self, rows: dict[str, bytes]) -> LedEnd | None:
-        if not rows:  # Spark runs no task for rows of which it knows that there are none
-            return None
-        if STORED in rows:
-            rows = pickle.loads(rows[STORED]).fetch(self.session)
-        end: LedEnd = pickle.loads(rows.pop(RESULT))
-        return replace(end, weights=rows)
-
-    def _newest(self) -> NewestCheckpoint:
-        if self.request.trainer.checkpoint is None:
-            return self.before
-        return NewestCheckpoint.seen(self.session, self.request, None)
+            resume, where = first.resume, "the beginning"
+            if newest.uri != before.uri:
+                resume, where = LATEST, f"the checkpoint after iteration {newest.iteration}"
+            elif resume is not None:
+                where = "the checkpoint that it began with"
+            reason = str(lost).partition("\n")[0].rstrip(".")
+            logger.warning("%s. Submitted again, from %s.", reason, where)
+            fit = replace(fit, resume=resume, again=True)
+        except BaseException:
+            with interrupts_held():
+                clean_nodes(session, first.slab, ranks)
+            raise

@@ -15,11 +15,12 @@ from __future__ import annotations
 import base64
 import contextlib
 import logging
+import math
 import pickle
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,6 +89,8 @@ class ReportedProgress(Progress):
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:
         self._state = state
 
+    on_validation_end = on_checkpoint = on_fit_start
+
     def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
         self._state = state
         if self.patience is None or self._heard is None or self.interrupt.asked:
@@ -102,73 +105,51 @@ class ReportedProgress(Progress):
             )
             self.interrupt.asked = True
 
-    def on_validation_end(self, trainer: Any, state: TrainState) -> None:
-        self._state = state
 
-    def on_checkpoint(self, trainer: Any, state: TrainState) -> None:
-        self._state = state
-
-
+@dataclass
 class FollowedFit:
     """A follower of a fit on the client: it shows the progress, and passes an interrupt on."""
 
-    def __init__(
-        self,
-        control: ControlClient,
-        trainer: TrainerSpec,
-        ranks: int,
-        settings: Settings,
-        progress: Progress,
-    ) -> None:
-        self._control = control
-        self._trainer, self._ranks = trainer, ranks
-        self._mode, self._awaited = settings.progress, settings.client_seconds is not None
-        self._interrupt, self._follows, self._doing = Interrupt(), False, ""
-        self._progress = progress
-        self.known, self.training = 0, False  # lines of the log; whether rank 0 trains
-
-    def trains(self) -> bool:
-        """Return whether rank 0 trains, as far as is known."""
-        return self.training
-
-    def pass_on(self, interrupt: Interrupt) -> None:
-        """Ask rank 0 to end the training once the user has asked for that."""
-        self._interrupt = interrupt
+    control: ControlClient
+    trainer: TrainerSpec
+    ranks: int
+    settings: Settings
+    progress: Progress
+    interrupt: Interrupt
+    training: threading.Event  # is set once rank 0 is known to train
+    known: int = 0  # lines of the log
+    doing: str = ""
 
     def ask(self) -> bool | None:
-        wanted = self._mode != HIDDEN or not self.training or self._interrupt.asked
-        if not wanted and not self._awaited:
+        trains, awaited = self.training.is_set(), self.settings.client_seconds is not None
+        shown = self.settings.progress != HIDDEN
+        if not (shown or awaited or self.interrupt.asked) and trains:
             return None
-        news: News | None = self._control.ask(Question(self.known, self._interrupt.asked))
+        news: News | None = self.control.ask(Question(self.known, self.interrupt.asked))
         if news is None:
             return False
-        self.training = news.state is not None
         for level, text in news.log:
             tell_line(level, text)
         self.known += len(news.log)
         if news.state is not None:
-            self._progress.describe(news.facts)
-            self._progress.follow(self._trainer, news.state)
-            self._follows = True
-        elif news.doing not in ("", self._doing):
-            self._doing = news.doing
-            self._progress.doing(news.doing)
+            self.training.set()
+            self.progress.describe(news.facts)
+            self.progress.follow(self.trainer, news.state)
+        elif news.doing not in ("", self.doing):
+            self.doing = news.doing
+            self.progress.doing(news.doing)
         return True
 
     def waiting(self, seconds: float, begun: bool) -> None:
-        if self._mode != HIDDEN:
+        if self.settings.progress != HIDDEN:
             what = "training with {} ranks" if begun else "waiting for {} task slots"
-            log_line(f"{what.format(self._ranks)}, for {seconds:.0f} s so far")
+            log_line(f"{what.format(self.ranks)}, for {seconds:.0f} s so far")
 
     def ended(self, state: TrainState) -> None:
         """Show the end of the run."""
-        if self._follows or shows_bar(self._mode):
-            self._progress.follow(self._trainer, state)
-            self._progress.on_fit_end(self._trainer, state)
-
-    def close(self) -> None:
-        """End the questions."""
-        self._control.close()
+        if self.training.is_set() or shows_bar(self.settings.progress):
+            self.progress.follow(self.trainer, state)
+            self.progress.on_fit_end(self.trainer, state)
 
 
 FIRST_PORT, PORTS = 20_000, 10_000
@@ -186,44 +167,33 @@ MOST_FAILURES = 5
 class ControlAddress:
     """The port on which rank 0 listens, and the key by which both sides know each other."""
 
-    port: int
-    key: bytes = field(repr=False)
-
-    @staticmethod
-    def new() -> ControlAddress:
-        """Return an address that nobody else has, as far as is known."""
-        return ControlAddress(FIRST_PORT + secrets.randbelow(PORTS), secrets.token_bytes(32))
+    port: int = field(default_factory=lambda: FIRST_PORT + secrets.randbelow(PORTS))
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
 
-class ControlServer:
-    """The end in rank 0: a thread that answers questions in the block. ``answer`` must be quick."""
+@contextlib.contextmanager
+def answering(host: str, address: ControlAddress, answer: Callable[[Any], Any]) -> Iterator[None]:
+    """Answer questions in the block, in a thread of rank 0; ``answer`` must be quick."""
+    over = threading.Event()
 
-    def __init__(self, host: str, address: ControlAddress, answer: Callable[[Any], Any]) -> None:
-        self._host, self._address, self._answer = host, address, answer
-        self._over = threading.Event()
-
-    def __enter__(self) -> ControlServer:
-        try:
-            listener = Listener(self._host, self._address.port, self._address.key)
-        except OSError:  # the port is taken
-            return self
-        threading.Thread(
-            target=self._serve, args=(listener,), name="sparkdl-control", daemon=True
-        ).start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._over.set()  # the thread ends by itself; rank 0 need not wait for it
-
-    def _serve(self, listener: Listener) -> None:
+    def serve(listener: Listener) -> None:
         with contextlib.closing(listener):
-            while not self._over.is_set():
+            while not over.is_set():
                 with contextlib.suppress(Exception):  # the next question may be answered
                     arrived = listener.accept(0.2)
                     if arrived is not None:
                         channel, question = arrived
                         with contextlib.closing(channel):
-                            channel.send(self._answer(question))
+                            channel.send(answer(question))
+
+    with contextlib.suppress(OSError):  # the port is taken
+        listener = Listener(host, address.port, address.key)
+        name = "sparkdl-control"
+        threading.Thread(target=serve, args=(listener,), name=name, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()  # the thread ends by itself; rank 0 need not wait for it
 
 
 def asking_rank_0(address: ControlAddress) -> type:
@@ -264,16 +234,15 @@ class ControlClient:
     """The client's end; rank 0 may be on any of ``hosts``."""
 
     def __init__(self, session: Any, hosts: tuple[str, ...]) -> None:
-        self.address = ControlAddress.new()
+        self.address = ControlAddress()
         self._session, self._hosts = session, hosts
         self._function = f"sparkdl_ask_rank_0_{secrets.token_hex(4)}"  # other fits have their own
-        self._asked = 0
-        self._works: bool | None = None
-        self._answered, self._failures = False, 0
+        self._asked, self._registered = 0, False
+        self._patience: float = MOST_FAILURES  # 0: the server cannot ask
 
     def ask(self, question: Any) -> Any | None:
         """Return the answer of rank 0, or None if nobody answers."""
-        if self._works is False:
+        if self._patience <= 0:
             return None
         self._asked += 1  # the server keeps the plans of equal questions
         text = _packed((self._hosts, question, self._asked))
@@ -285,36 +254,30 @@ class ControlClient:
         asking.join(SERVER_SECONDS)
         if not answers or answers[0] is None:
             return None
-        self._answered = True
         host, answer = answers[0]
-        self._hosts = (host,)
+        self._hosts, self._patience = (host,), math.inf
         return answer
 
     def _ask(self, text: str, answers: list[Any]) -> None:
         """Add what the server says to ``answers``; called in a thread, which nobody waits for if Spark
         does not answer."""
+        from pyspark.sql.functions import udtf
+
         try:
-            self._prepare()
+            if not self._registered:
+                function = udtf(asking_rank_0(self.address), useArrow=False)
+                self._session.udtf.register(self._function, function)
+                self._registered = True
             frame = self._session.sql(f"SELECT * FROM {self._function}(:text)", args={"text": text})
             (name,) = frame.schema.names
             answers.append(_unpacked(name))
         except Exception as error:
             logger.debug("rank 0 cannot be asked: %s", error)
-            self._failures += 1
-            if not self._answered and self._failures == MOST_FAILURES:
-                self._works = False
-
-    def _prepare(self) -> None:
-        if self._works is None:
-            from pyspark.sql.functions import udtf
-
-            function = udtf(asking_rank_0(self.address), useArrow=False)
-            self._session.udtf.register(self._function, function)
-            self._works = True
+            self._patience -= 1
 
     def close(self) -> None:
         """Remove the function from the session."""
-        if self._works:
+        if self._registered and self._patience > 0:
             with interrupts_held(), contextlib.suppress(PySparkException):
                 self._session.sql(f"DROP TEMPORARY FUNCTION IF EXISTS {self._function}")
 

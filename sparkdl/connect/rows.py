@@ -102,47 +102,26 @@ def _of_validation(name: str) -> str:
 class WriteBoth:
     """Writes the rows of a task into slabs, as the samples of both parts."""
 
-    training: WriteDataFrame
-    validation: WriteDataFrame | None
+    parts: tuple[WriteDataFrame, ...]  # the training, and the validation if there is one
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> list[SampleHandle]:
         """Write the rows of :func:`both_parts`, and return the handle of each part."""
-        parts = [_Part.of(self.training)]
-        if self.validation is not None:
-            parts.append(_Part.of(self.validation))
+        writers = [
+            PartitionWriter(part.config, weighted=part.columns[-1].weight) for part in self.parts
+        ]
+        failed: dict[int, SampleHandle] = {}  # once a row was wrong
         for batch in batches:
-            names = self.training.names
-            if self.validation is None:
-                parts[0].write(batch.select(names))
-                continue
-            validates = batch.column(batch.schema.get_field_index(_VALIDATES))
-            parts[0].write(batch.filter(pyarrow.compute.invert(validates)).select(names))
-            names = [_of_validation(name) for name in self.validation.names]
-            parts[1].write(batch.filter(validates).select(names))
-        return [part.handle() for part in parts]
-
-
-@dataclass
-class _Part:
-    """A part that is being written."""
-
-    task: WriteDataFrame
-    writer: PartitionWriter
-    failed: SampleHandle | None = None  # once a row was wrong
-
-    @staticmethod
-    def of(task: WriteDataFrame) -> _Part:
-        return _Part(task, PartitionWriter(task.config, weighted=task.columns[-1].weight))
-
-    def write(self, batch: pa.RecordBatch) -> None:
-        if self.failed is None:
-            try:
-                self.task.write([batch], self.writer)
-            except RowError as error:
-                self.failed = self.writer.fail(error.problem)
-
-    def handle(self) -> SampleHandle:
-        return self.failed or self.writer.finish()
+            for number, (part, writer) in enumerate(zip(self.parts, writers, strict=True)):
+                rows = batch.select([_of_validation(n) if number else n for n in part.names])
+                if len(self.parts) > 1:
+                    validates = batch.column(batch.schema.get_field_index(_VALIDATES))
+                    rows = rows.filter(pyarrow.compute.equal(validates, bool(number)))
+                if number not in failed:
+                    try:
+                        part.write([rows], writer)
+                    except RowError as error:
+                        failed[number] = writer.fail(error.problem)
+        return [failed.get(n) or writer.finish() for n, writer in enumerate(writers)]
 
 
 @dataclass(frozen=True)
@@ -162,7 +141,7 @@ class ConnectedRows:
         chosen, columns = chosen_columns(training)
         drawn = len(trainer.feature_columns) + len(trainer.label_columns)
         drawn = drawn if trainer.sampling is not None else -1
-        write = WriteBoth(WriteDataFrame(slab, columns, training.handling), None)
+        parts = [WriteDataFrame(slab, columns, training.handling)]
         other = None
         if trainer.validation is not None:
             # where a rank reads the validation rows, it does not know the fields of the training yet
@@ -177,15 +156,13 @@ class ConnectedRows:
                 other, columns = chosen_columns(theirs)
             except DataError as error:
                 raise DataError(f"validation data: {error}") from None
-            write = replace(write, validation=WriteDataFrame(slab, columns, theirs.handling))
-        return ConnectedRows(both_parts(chosen, other, ranks), write, ranks)
+            parts.append(WriteDataFrame(slab, columns, theirs.handling))
+        return ConnectedRows(both_parts(chosen, other, ranks), WriteBoth(tuple(parts)), ranks)
 
     def into(self, slab: SlabConfig) -> ConnectedRows:
         """Return the same rows for other slabs."""
-        other = self.write.validation
-        validation = None if other is None else replace(other, config=slab)
-        write = WriteBoth(replace(self.write.training, config=slab), validation)
-        return replace(self, write=write)
+        parts = tuple(replace(part, config=slab) for part in self.write.parts)
+        return replace(self, write=WriteBoth(parts))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -210,7 +187,7 @@ class PersistedSamples(SharedSamples):
             model = prepare(trainer, None)
             ranks = trainer.number_of_replicas or slots_of(session, trainer.resource_profile)
             check_slots_of(session, ranks, trainer.resource_profile)
-            slab = SlabConfig.new(facts.settings.slab_dir, f"connect-{session.session_id}")
+            slab = SlabConfig.new(facts.settings.slab_dir, facts.application)
             rows = ConnectedRows.of(trainer, data, ranks, model.float_dtype, slab)
             with reading_explained():
                 rows.frame.persist()
@@ -220,7 +197,7 @@ class PersistedSamples(SharedSamples):
                     rows.frame.unpersist()
                     raise
         return PersistedSamples(
-            data=data, rows=rows, _trainer=trainer, _float_dtype=model.float_dtype
+            data=data, rows=rows, _trainer=trainer, float_dtype=model.float_dtype
         )
 
     @property

@@ -211,28 +211,24 @@ def recorded_commits(made: Sequence[Commit], version: int, index: int) -> Decisi
 def commits_of(decisions: Decisions) -> list[tuple[int, int, int]]:
     """Return for each recorded turn its group, its staleness, and its clock less the iteration's
     index, in the order of the commits."""
-    found = []
-    for number in _in_order(decisions):
-        rest, group = divmod(number % _ENDS, MOST_GROUPS)
-        offset, behind = divmod(rest, _VERSIONS)
-        found.append((group, behind, offset - _OFFSET))
-    return found
+    return [turn for turn, _ in _turns_of(decisions)]
 
 
 def quorum_of(decisions: Decisions) -> int:
     """Return the number of recorded turns in the first commit; 0 without any."""
-    last = [number >= _ENDS for number in _in_order(decisions)]
-    return last.index(True) + 1 if any(last) else 0
+    return next((n for n, (_, last) in enumerate(_turns_of(decisions), 1) if last), 0)
 
 
-def _in_order(decisions: Decisions) -> list[int]:
-    """Return the records of turns, in the order of the commits."""
-    named = {
-        int(name.removeprefix(COMMITS)): number - 1
-        for name, number in decisions.items()
-        if name.startswith(COMMITS)
-    }
-    return [number for _, number in sorted(named.items())]
+def _turns_of(decisions: Decisions) -> list[tuple[tuple[int, int, int], int]]:
+    """Return the recorded turns in the order of the commits, each with 1 if it is the last of one."""
+    names = [name for name in decisions if name.startswith(COMMITS)]
+    found = []
+    for name in sorted(names, key=lambda name: int(name.removeprefix(COMMITS))):
+        last, rest = divmod(decisions[name] - 1, _ENDS)
+        rest, group = divmod(rest, MOST_GROUPS)
+        offset, behind = divmod(rest, _VERSIONS)
+        found.append(((group, behind, offset - _OFFSET), last))
+    return found
 
 
 def repeated_commits(

@@ -97,16 +97,18 @@ class Rendezvous:
 
     def __call__(self, partition: int, frames: Iterable[Any]) -> Iterator[bytes]:
         """Run as the body of a barrier stage's task."""
-        context = BarrierTaskContext.get()
-        ranks = len(context.getTaskInfos())
-        hello = Introduction(
-            partition, self.job, context.taskAttemptId(), ranks, socket.gethostname()
+        context, own = BarrierTaskContext.get(), list(frames)
+        self.serve(
+            self.introduction_of(context), lambda at_end: self.member_of(context, own, at_end)
         )
-        own = list(frames)
-        self.serve(hello, lambda at_end: self.member_of(context, own, at_end))
         give_back()
         finish_task()
         yield from ()  # a generator of nothing
+
+    def introduction_of(self, context: BarrierTaskContext) -> Introduction:
+        """Return the first message of the rank that the task of ``context`` is."""
+        rank, task, ranks = context.partitionId(), context.taskAttemptId(), context.getTaskInfos()
+        return Introduction(rank, self.job, task, len(ranks), socket.gethostname())
 
     def serve(
         self, hello: Introduction, member: Callable[[contextlib.ExitStack], RankContext]

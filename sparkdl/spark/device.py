@@ -194,8 +194,6 @@ def task_device(before: torch.device | None = None) -> torch.device:
     GPUs are used in turn, by partition; without GPUs it is the CPU. Once a GPU is current, memory
     is pinned for it, and a user's ``.cuda()`` goes there.
     """
-    from pyspark import TaskContext
-
     context = TaskContext.get()
     gpu = None if context is None else context.resources().get("gpu")
     if gpu is not None:
@@ -273,24 +271,21 @@ def sharing(there: Sequence[Executor], counts: Sequence[int], replicas: int) -> 
     return None
 
 
-@dataclass(frozen=True)
-class CountGpus:
+def count_gpus(partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
     """Task: yield the number of GPUs that a task sees here, pickled.
 
     A :class:`SessionError` is yielded too, for the driver to raise, because Spark would retry the
     task.
     """
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        for _ in frames:
-            pass
-        context = TaskContext.get()
-        gpu = None if context is None else context.resources().get("gpu")
-        try:
-            count = torch.cuda.device_count() if gpu is None else len(gpus_of(gpu.addresses))
-            yield pickle.dumps(count)
-        except SessionError as error:
-            yield pickle.dumps(error)
+    for _ in frames:
+        pass
+    context = TaskContext.get()
+    gpu = None if context is None else context.resources().get("gpu")
+    try:
+        count = torch.cuda.device_count() if gpu is None else len(gpus_of(gpu.addresses))
+        yield pickle.dumps(count)
+    except SessionError as error:
+        yield pickle.dumps(error)
 
 
 def _look(context: SparkContext) -> tuple[list[Executor], list[int]]:
@@ -301,7 +296,7 @@ def _look(context: SparkContext) -> tuple[list[Executor], list[int]]:
         return there, _looked[key]
     places = task_per_executor(context, [*there] or [None])
     with executor_awaited(context), stage_name(context, "look for GPUs"):
-        counted = collect_and_forget(map_frames(places, CountGpus()))
+        counted = collect_and_forget(map_frames(places, count_gpus))
     counts = [pickle.loads(frame) for frame in counted]
     for count in counts:
         if isinstance(count, SessionError):

@@ -111,7 +111,7 @@ def timed_fit(
         on_nan="skip",
     )
     with none_added():
-        run(data, FitRequest(trainer=short, quiet=True), facts)
+        run(data, FitRequest(trainer=short), replace(facts, changes={"progress": "false"}))
     return watch.each
 
 

@@ -27,7 +27,6 @@ from sparkdl.checkpoint.manifest import (
     consistency_text,
 )
 from sparkdl.checkpoint.resume import RestoredRun, ResumeCandidates
-from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import check_replicas, largest_staleness
@@ -44,7 +43,15 @@ from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.saved import manifest_of_model
 from sparkdl.loop.advance import catch_up, first_state
 from sparkdl.loop.callbacks import Callback, added_callbacks
-from sparkdl.loop.engine import BEST, Engine, PendingStateWork, ReadState, StateWork
+from sparkdl.loop.engine import (
+    AVERAGE,
+    BEST,
+    CURRENT,
+    Engine,
+    PendingStateWork,
+    ReadState,
+    StateWork,
+)
 from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import Interrupt, interruptible
 from sparkdl.loop.loop import LoopConfig, PeriodicTask, train
@@ -60,14 +67,7 @@ from sparkdl.train.placed_samples import as_read, balanced_weights, validation_s
 from sparkdl.train.preflight import preflight, with_dimensions
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.request import FitRequest, begin_batch
-from sparkdl.train.result import (
-    FinishedFit,
-    FitEnd,
-    Rescue,
-    result_maker,
-    trained_model,
-    wanted_weights,
-)
+from sparkdl.train.result import FinishedFit, FitEnd, Rescue, result_maker
 from sparkdl.train.spec import TrainerSpec
 
 logger = logging.getLogger("sparkdl")
@@ -77,96 +77,93 @@ REPEATED = 1e-3
 
 def check_replay(trainer: TrainerSpec, replay: History | None) -> None:
     """Check that a run can repeat what was decided on the iterations of a history."""
-    if replay is None:
-        return
-    model = trainer.consistency_model
+    if replay is not None:
+        _raise_first(_problems_of_replay(trainer, replay))
+
+
+def check_replayed(replay: History | None, plan: EpochPlan, settings: Mapping[str, int]) -> None:
+    """Check that a history is that of a run with such data and settings, as far as it tells."""
+    if replay is not None:
+        _raise_first(_problems_of_data(replay, plan))
+        _raise_first(_problems_of_settings(replay, settings))
+
+
+def _raise_first(problems: Iterator[str]) -> None:
+    for problem in problems:
+        raise ParameterError(f"replay: {problem}")
+
+
+def _problems_of_replay(trainer: TrainerSpec, replay: History) -> Iterator[str]:
+    model, options, recorded = trainer.consistency_model, trainer.options, replay.decisions
     if bool(replay.commits) != isinstance(model, Asynchronous):
         found = "the order of asynchronous steps" if replay.commits else "no order of steps"
-        raise ParameterError(
-            f"replay: the history has {found}: train with the consistency= of the recorded run."
-        )
-    recorded = replay.decisions
+        yield f"the history has {found}: train with the consistency= of the recorded run."
     if isinstance(model, Asynchronous) and (groups := model.groups or trainer.number_of_replicas):
         for number, decisions in recorded.items():
             model.check_recorded(number, decisions, groups)
-    _check_recorded_parts(trainer, replay)
-    most, keep = largest_staleness(recorded), model.keep
-    if most >= keep:
-        raise ParameterError(
-            f"replay: the history has gradients that are {most} versions old, and this trainer keeps "
-            f"{keep}: train with consistency=sparkdl.StaleSynchronous(staleness={most})."
-        )
-    check_replayed_settings(replay, {"seed": trainer.seed})
-
-
-def _check_recorded_parts(trainer: TrainerSpec, replay: History) -> None:
-    """Check that a run can repeat what the replicas of a history left out."""
     micro_batches, inner_steps = replay.micro_batches, replay.inner_steps
     counts = [*micro_batches.values(), *inner_steps.values()]
-    if not counts:
-        return
-    if micro_batches and trainer.options.steps_on_replicas:
-        raise ParameterError(
-            "replay: the history has replicas that left out micro-batches, which replicas with steps "
-            "of their own do not: train with the consistency= and local_steps= of the recorded run."
+    if micro_batches and options.steps_on_replicas:
+        yield (
+            "the history has replicas that left out micro-batches, which replicas with steps of their "
+            "own do not: train with the consistency= and local_steps= of the recorded run."
         )
-    if inner_steps and not trainer.options.outer:
-        raise ParameterError(
-            "replay: the history has replicas that left out steps of their own, which only those of "
-            "DiLoCo do: train with the consistency= of the recorded run."
+    if inner_steps and not options.outer:
+        yield (
+            "the history has replicas that left out steps of their own, which only those of DiLoCo do: "
+            "train with the consistency= of the recorded run."
         )
-    if (replicas := trainer.number_of_replicas) is not None:
+    if counts and (replicas := trainer.number_of_replicas) is not None:
         check_replicas(max(map(len, counts)), replicas)
-    if trainer.engine == "gang":
+    if counts and trainer.engine == "gang":
         what = "micro-batches" if micro_batches else "steps of their own"
-        raise ParameterError(
-            f"replay: the history has replicas that left out {what}, which the ranks of a gang "
-            'cannot: use engine="shuffle" or "local".'
+        yield (
+            f"the history has replicas that left out {what}, which the ranks of a gang cannot: use "
+            'engine="shuffle" or "local".'
         )
-    most, steps = max(map(max, counts)), trainer.consistency_model.inner_steps
-    if micro_batches and most > trainer.accumulate:
-        raise ParameterError(
-            f"replay: the history has replicas with {most} micro-batches, and this trainer has "
-            f"accumulate={trainer.accumulate}: train with that of the recorded run."
+    for what, name, there, here in (
+        ("micro-batches", "accumulate", micro_batches, trainer.accumulate),
+        ("steps of their own", "inner_steps", inner_steps, model.inner_steps),
+    ):
+        if there and (most := max(map(max, counts))) > here:
+            yield (
+                f"the history has replicas with {most} {what}, and this trainer has {name}={here}: "
+                "train with that of the recorded run."
+            )
+    if (oldest := largest_staleness(recorded)) >= model.keep:
+        yield (
+            f"the history has gradients that are {oldest} versions old, and this trainer keeps "
+            f"{model.keep}: train with consistency=sparkdl.StaleSynchronous(staleness={oldest})."
         )
-    if inner_steps and most > steps:
-        raise ParameterError(
-            f"replay: the history has replicas with {most} steps of their own, and this trainer has "
-            f"inner_steps={steps}: train with that of the recorded run."
-        )
+    yield from _problems_of_settings(replay, {"seed": trainer.seed})
 
 
-def check_replayed_settings(replay: History, settings: Mapping[str, int]) -> None:
-    """Raise :class:`ParameterError` if a history was recorded with other settings, as far as it tells.
-
-    The decisions would be repeated, but on other random numbers or other rows.
-    """
+def _problems_of_settings(replay: History, settings: Mapping[str, int]) -> Iterator[str]:
+    """Yield the settings with which the decisions would be repeated on other numbers or rows."""
     recorded = replay.settings
     for name, here in settings.items():
         if recorded.get(name, here) != here:
-            raise ParameterError(
-                f"replay: the history was recorded with {name}={recorded[name]}, and this trainer has "
+            yield (
+                f"the history was recorded with {name}={recorded[name]}, and this trainer has "
                 f"{name}={here}, so the bits would differ: train with {name}={recorded[name]}."
             )
 
 
-def check_replayed_data(replay: History, plan: EpochPlan) -> None:
-    """Check that a history is that of a run with such data, as far as it tells."""
+def _problems_of_data(replay: History, plan: EpochPlan) -> Iterator[str]:
     first = next(iter(replay), None)
     if first is None or first["iteration"] != 1:
         return
-    epochs, rows, iterations = replay.epochs(), plan.num_samples, plan.num_iterations
-    found = epochs[0]["iterations"]
+    epochs, iterations = replay.epochs(), plan.num_iterations
+    found, batch = epochs[0]["iterations"], min(plan.batch_size, plan.num_samples)
     if found > iterations or (len(epochs) > 1 and found < iterations):
-        raise ParameterError(
-            f"replay: an epoch of the history has {found:,} iterations, and one of this run has "
+        yield (
+            f"an epoch of the history has {found:,} iterations, and one of this run has "
             f"{iterations:,}: train with the data and batch_size= of the recorded run."
         )
-    batch = min(plan.batch_size, rows)
     left_out = replay.micro_batches or replay.inner_steps
     if not replay.commits and not left_out and first["samples"] != batch:
-        raise ParameterError(
-            f"replay: the history has {first['samples']:,} samples in an iteration, and this run has "
+        yield (
+            f"the history has {first['samples']:,} samples in an iteration, and this run has "
             f"{batch:,}: train with the batch_size= of the recorded run."
         )
 
@@ -224,9 +221,7 @@ def run_course(
     del inputs  # its parts take memory
     settings = settings_of(trainer, len(samples.counts))
     facts = facts_of(trainer, site, model, samples)
-    if request.replay is not None:
-        check_replayed_data(request.replay, engine.plan)
-        check_replayed_settings(request.replay, settings)
+    check_replayed(request.replay, engine.plan, settings)
     identity = run_identity(trainer, model, samples.handles)
     state, history = load_start(request, engine, identity, resuming, site)
     history.note_settings(settings)
@@ -255,12 +250,12 @@ def run_course(
         manifest_model = manifest_of_model(
             make(module=model.module, history=history), trainer.freeze, trainer.unfreeze
         )  # without a name, since the module is freed below
-    periodic = periodic_tasks(
-        looped, engine, validation, identity, manifest_model, state, history, one_pass
-    )
-    site.progress.describe(_facts(trainer, model, samples))
-    model.drop_module()
     rescue = Rescue(looped, engine, identity, manifest_model, history, one_pass)
+    periodic = periodic_tasks(rescue, validation, state)
+    rows, replicas = counted(sum(samples.counts), "row"), counted(len(samples.counts), "replica")
+    kind = dict(facts["Training"])["model"]
+    site.progress.describe(f'{kind} on {rows}: {replicas}, engine="{trainer.engine}"')
+    model.drop_module()
     asked = contextlib.nullcontext(site.interrupt) if site.interrupt else interruptible()
     kept = rescue if site.rescues else contextlib.nullcontext()
     with asked as interrupt, kept, contextlib.closing(site.progress):
@@ -279,20 +274,13 @@ def run_course(
         )
         for text in advice_of(trainer, slices, samples, history, site):
             site.progress.advise(text)
-        kinds = wanted_weights(trainer, state)
+        held = {CURRENT: True, AVERAGE: trainer.ema is not None, BEST: state.best is not None}
+        kinds = [kind for kind, there in held.items() if there]
         wanted = trainer.keep_optimizer_state or one_pass
         packed = packed_state(engine, lose_it=not one_pass) if wanted else None
-        best = BEST in kinds and one_pass
-        end = FitEnd(
-            samples=samples,
-            output=output,
-            kinds=kinds,
-            state=state,
-            history=history,
-            packed=packed,
-            packed_best=tuple(engine.map_slices(PackSlice(), BEST)) if best else None,
-            schedule=schedule if one_pass else None,
-        )
+        best = tuple(engine.map_slices(PackSlice(), BEST)) if held[BEST] and one_pass else None
+        carried = schedule if one_pass else None
+        end = FitEnd(samples, output, kinds, history, state, packed, best, carried)
         yield FinishedFit(trainer, model, engine, end, own)
 
 
@@ -386,73 +374,44 @@ def run_identity(
 
 
 def periodic_tasks(
-    trainer: TrainerSpec,
-    engine: Engine,
-    validation: ValidationSet | None,
-    identity: RunIdentity,
-    manifest_model: Mapping[str, Any],
-    state: TrainState,
-    history: History,
-    one_pass: bool,
+    run: Rescue, validation: ValidationSet | None, state: TrainState
 ) -> list[PeriodicTask]:
     """Return the tasks that the loop runs after an iteration when they are due, in order."""
-    tasks: list[PeriodicTask] = []
+    trainer, engine, tasks = run.trainer, run.engine, list[PeriodicTask]()
     if validation is not None and trainer.validation is not None:
-        tasks.append(Validator(engine, trainer.validation, validation.scorer, history))
+        tasks.append(Validator(engine, trainer.validation, validation.scorer, run.history))
     if trainer.checkpoint is not None:
-        if "unknown" in manifest_model and state.iteration == 0:
+        if "unknown" in run.manifest_model and state.iteration == 0:
             logger.warning(
                 "the checkpoints of this run can be resumed, but sparkdl.load cannot read them, "
                 "and save() of the trained model will fail: %s",
-                manifest_model["unknown"],
+                run.manifest_model["unknown"],
             )
         noting, background = None, None
         if isinstance(engine, RecoveringEngine):
-            noting = functools.partial(_noting, identity, engine)
+            noting = functools.partial(_noting, run.identity, engine)
             if trainer.checkpoint.asynchronous:
                 background = functools.partial(_in_background, engine)
-        checkpointer = Checkpointer(
-            trainer.checkpoint,
-            engine,
-            identity,
-            history,
-            noting,
-            background,
-            model=manifest_model,
-            begun=state,
-            endless=one_pass,
-        )
+        checkpointer = run.checkpointer(trainer.checkpoint, state, noting, background)
         checkpointer.check()
         tasks.append(checkpointer)
     return tasks
-
-
-def _noting(run: RunIdentity, engine: RecoveringEngine) -> Callable[[str, Manifest], None]:
-    """Return a function that tells the engine of a committed checkpoint of the present state.
-
-    The engine may then go back to that checkpoint.
-    """
-    return functools.partial(_note_checkpoint, run, engine, engine.done)
-
-
-def _note_checkpoint(
-    run: RunIdentity, engine: RecoveringEngine, done: int, uri: str, manifest: Manifest
-) -> None:
-    load = RestoredRun.of(run, uri, manifest, History()).load
-    engine.checkpointed(done, manifest.iteration, load)
 
 
 def _in_background(engine: RecoveringEngine, uses: StateWork) -> PendingStateWork:
     return engine.later(lambda gang: gang.in_background(uses))
 
 
-def _facts(trainer: TrainerSpec, model: PreparedModel, samples: SampleSet) -> str:
-    """Return the model, the rows, the replicas and the engine in words, for the log."""
-    kind = type(model.module).__name__
-    size = counted(sum(parameter.numel() for parameter in model.module.parameters()), "parameter")
-    rows = counted(sum(handle.num_rows for handle in samples.handles), "row")
-    replicas = counted(len(samples.counts), "replica")
-    return f'{kind} of {size} on {rows}: {replicas}, engine="{trainer.engine}"'
+def _noting(run: RunIdentity, engine: RecoveringEngine) -> Callable[[str, Manifest], None]:
+    """Return a function that tells the engine of a committed checkpoint of the present state, to
+    which it may then go back."""
+    done = engine.done
+
+    def note(uri: str, manifest: Manifest) -> None:
+        load = RestoredRun(run, uri, manifest, History()).load
+        engine.checkpointed(done, manifest.iteration, load)
+
+    return note
 
 
 @dataclass(frozen=True)
@@ -506,7 +465,9 @@ class LocalFit:
         model = self._prepared(trainer)
         validation = validation_set(trainer, self.validation, model.float_dtype)
         output, _ = preflight(trainer, model, self.training, validation, False, care=False)
-        return trained_model(trainer, model, self.training, output, kinds, weights, history)
+        return (
+            FitEnd(self.training, output, kinds, history).carried(trainer, model, weights).trained
+        )
 
     def _prepared(self, trainer: TrainerSpec) -> PreparedModel:
         model = prepare(trainer, None)

@@ -194,37 +194,27 @@ def _blocks(module: nn.Module) -> list[list[str]]:
     """Return a row for each block of a model, which is divided as far as there is room."""
     blocks = dict(module.named_children()) or {"": module}
     while True:
-        wide = {n: dict(b.named_children()) for n, b in blocks.items()}
-        fits = {
-            n: inner for n, inner in wide.items() if 1 < len(inner) <= MOST_BLOCKS - len(blocks)
-        }
-        if not fits:
+        room = MOST_BLOCKS - len(blocks)
+        parts = {name: dict(block.named_children()) for name, block in blocks.items()}
+        wide = [name for name, inner in parts.items() if 1 < len(inner) <= room]
+        if not wide:
             break
-        name = max(fits, key=lambda n: sum(p.numel() for p in blocks[n].parameters()))
-        blocks = {
-            n: b
-            for outer, block in blocks.items()
-            for n, b in (
-                {f"{name}.{each}": child for each, child in fits[name].items()}
-                if outer == name
-                else {outer: block}
-            ).items()
-        }
+        largest = max(wide, key=lambda name: sum(p.numel() for p in blocks[name].parameters()))
+        inner = {f"{largest}.{name}": child for name, child in parts[largest].items()}
+        blocks = dict(
+            pair
+            for name, block in blocks.items()
+            for pair in (inner if name == largest else {name: block}).items()
+        )
     rows = []
     for name, block in list(blocks.items())[:MOST_BLOCKS]:
         parameters = list(block.parameters())
+        size = sum(p.numel() for p in parameters)
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         shapes = [" × ".join(map(str, p.shape)) for p in parameters]
-        more = f" and {len(shapes) - 4} more" if len(shapes) > 5 else ""
-        rows.append(
-            [
-                name,
-                type(block).__name__,
-                f"{sum(p.numel() for p in parameters):,}",
-                f"{trained:,}",
-                ", ".join(shapes[: 4 if more else 5]) + more,
-            ]
-        )
+        if len(shapes) > 5:
+            shapes = [*shapes[:3], f"{shapes[3]} and {len(shapes) - 4} more"]
+        rows.append([name, type(block).__name__, f"{size:,}", f"{trained:,}", ", ".join(shapes)])
     return rows
 
 

@@ -36,9 +36,9 @@ CONNECTED = "sparkdl.connect.fit:run"
 """The counterpart of :func:`run` for a session of Spark Connect; its room lies above this one."""
 
 
-def fit(data: Any, request: FitRequest) -> CarriedRun:
-    """Train as asked, in a session of either kind."""
-    return _fit(data, request, SessionFacts.of(data_of(data), "fit"))
+def fit(data: Any, request: FitRequest, **settings: Any) -> CarriedRun:
+    """Train as asked, in a session of either kind, of which some ``settings`` are other ones here."""
+    return _fit(data, request, SessionFacts.of(data_of(data), "fit", **settings))
 
 
 def plan(trainer: Any, data: Any, *, trials: bool = False, cluster: Cluster | None = None) -> Plan:
@@ -104,8 +104,7 @@ def _fit(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
 
 def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
     """Train in a classic session, and return the result and the state in which the run ended."""
-    mode = "false" if request.quiet else facts.settings.progress
-    progress = progress_of(mode, "", time.monotonic(), request.one_pass)
+    progress = progress_of(facts.settings.progress, "", time.monotonic(), request.one_pass)
     # before the first iteration an interrupt ends the fit at once; from then on run_course has its own
     with contextlib.closing(progress), interruptible(ready=lambda: False):
         return _run(data, request, facts, progress)
@@ -143,8 +142,8 @@ def _run(data: Any, request: FitRequest, facts: SessionFacts, progress: Progress
     if trainer.engine == "gang":
         check_gang(trainer, model, context, replicas)
     threads = cpus_of(context, profile)
-    shows = not request.quiet and settings.progress != "false"
-    watched = shows and trainer.engine == "shuffle" and request.plan is None
+    shows = settings.progress != "false" and request.plan is None
+    watched = shows and trainer.engine == "shuffle"
     watches = (ScheduleShare(trainer, facts, replicas),) if watched else ()
     with waiting_for_locality(context), FitResources(context, slab, settings.timeout) as resources:
         if placed is None:

@@ -39,10 +39,15 @@ from sparkdl.spark.failures import reading_explained
 from sparkdl.train.prepare import build_model
 from sparkdl.usercode import accompanied
 
-RESULT = (
-    "rows bigint, iterations bigint, loss double, seconds double, metrics map<string,double>, "
-    "error string, weights binary"
-)
+RESULT = {
+    "rows": pa.int64(),
+    "iterations": pa.int64(),
+    "loss": pa.float64(),
+    "seconds": pa.float64(),
+    "metrics": pa.map_(pa.string(), pa.float64()),
+    "error": pa.string(),
+    "weights": pa.binary(),
+}
 """The columns of a group's result, after its keys."""
 
 
@@ -287,7 +292,7 @@ def group_columns(data: DataFrame, by: Sequence[str]) -> tuple[str, ...]:
     problems += [
         f'by names "{name}", which is a column of the result too: rename the column.'
         for name in by
-        if name.lower() in RESULT.split()[::2]
+        if name.lower() in RESULT
     ]
     raise_all(DataError, problems)
     check_unambiguous(data, by)

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from pyspark.sql import DataFrame, functions
-from pyspark.sql.types import StructField, StructType, _parse_datatype_string
+from pyspark.sql.pandas.types import from_arrow_type
+from pyspark.sql.types import StructField, StructType
 
 from sparkdl.care.hints import check_labels, check_there
 from sparkdl.care.rules import BALANCED
@@ -120,7 +121,7 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
     chosen += numbered(columns)
     schema = StructType(
         [StructField(k, data.schema[n].dataType) for n, k in zip(names, keys, strict=True)]
-        + _parse_datatype_string(RESULT).fields  # type: ignore[attr-defined]
+        + [StructField(name, from_arrow_type(kind)) for name, kind in RESULT.items()]
     )
     rows = data.select(*chosen, functions.lit(False).alias(SCORED))
     if scored is not None:
@@ -204,7 +205,7 @@ def _tried_on(
         rows = source(trainer, data, 1, model.float_dtype, tasks.slab)
         samples = materialize_here(replace(rows, adapts=()))
     validation = validation_set(trainer, samples, model.float_dtype)
-    output, _ = preflight(trainer, model, samples, validation, False, tasks.settings.care)
+    output, _ = preflight(trainer, model, samples, validation, False, tasks.facts.settings.care)
     make = result_maker(trainer, model, samples, output)
     return make(module=model.module, history=History())
 
@@ -259,13 +260,10 @@ class FitGroup:
             "error": reason,
             "weights": weights,
         }
-        types = (
-            *(pa.int64(), pa.int64(), pa.float64(), pa.float64()),
-            *(pa.map_(pa.string(), pa.float64()), pa.string(), pa.binary()),
-        )
-        keys = {f"k{i}": pa.array([one.as_py()], one.type) for i, one in enumerate(key)}
-        values = zip(result.items(), types, strict=True)
-        return pa.table(keys | {name: pa.array([value], kind) for (name, value), kind in values})
+        keys = {f"k{i}": one for i, one in enumerate(key)}
+        schema = pa.schema({name: one.type for name, one in keys.items()} | RESULT)
+        row = {name: one.as_py() for name, one in keys.items()} | result
+        return pa.Table.from_pylist([row], schema)
 
     def _fit(
         self, handles: Sequence[SampleHandle], history: History

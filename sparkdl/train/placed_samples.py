@@ -72,7 +72,7 @@ class SharedSamples:
 
     data: Any
     _trainer: TrainerSpec
-    _float_dtype: str
+    float_dtype: str  # of floating-point values
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closed: threading.Event = field(default_factory=threading.Event)
 
@@ -88,11 +88,6 @@ class SharedSamples:
     def _release(self) -> None:
         """Give back what holds the samples."""
         raise NotImplementedError
-
-    @property
-    def float_dtype(self) -> str:
-        """The dtype of floating-point values."""
-        return self._float_dtype
 
     def check(self, trainer: TrainerSpec, float_dtype: str) -> None:
         """Raise ParameterError if a fit of ``trainer``, whose model is of ``float_dtype``, cannot use
@@ -120,8 +115,8 @@ class SharedSamples:
             yield f"replicas={trainer.replicas}, placed with {self.replicas}"
         if (trainer.engine == "local") != (mine.engine == "local"):
             yield f'engine="{trainer.engine}", placed with "{mine.engine}"'
-        if float_dtype != self._float_dtype:
-            yield f"a model of {float_dtype}, placed with {self._float_dtype}"
+        if float_dtype != self.float_dtype:
+            yield f"a model of {float_dtype}, placed with {self.float_dtype}"
         scored, placed = trainer.validation, mine.validation
         if scored is not None and (placed is None or scored.data is not placed.data):
             yield "validation has other data" if placed else "validation was not placed"
@@ -217,7 +212,7 @@ class PlacedSamples(SharedSamples):
             model = prepare(trainer, None)
             progress.doing("starting workers")
             replicas = replicas_of(trainer, facts, trainer.number_of_replicas)
-            slab = SlabConfig.new(settings.slab_dir, context.applicationId)
+            slab = SlabConfig.new(settings.slab_dir, facts.application)
             resources = stack.enter_context(FitResources(context, slab, settings.timeout))
             progress.doing("reading rows", resources.rows_read)
             placed = cls.within(resources, trainer, data, replicas, model.float_dtype)
@@ -253,7 +248,7 @@ class PlacedSamples(SharedSamples):
             validation=validation,
             slab=resources.slab,
             _trainer=trainer,
-            _float_dtype=float_dtype,
+            float_dtype=float_dtype,
             _resources=resources,
         )
 

@@ -6,8 +6,9 @@ import fnmatch
 import logging
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -22,6 +23,7 @@ from sparkdl.data.columns.base import Specs
 from sparkdl.errors import (
     ModelError,
     ParameterError,
+    UserError,
     cannot_travel,
     nearest,
     pickling,
@@ -62,15 +64,16 @@ class PreparedModel:
 
     def weigh_classes(self, table: tuple[float, ...]) -> None:
         """Set the weight of each class, which the rows of the data decide."""
-        options = replace(self.recipe.options, class_weights=table)
-        self.recipe = replace(self.recipe, options=options)
-        self.payload = pickled(self.recipe)
+        self._change(options=replace(self.recipe.options, class_weights=table))
 
     def read_by(self, trainer: TrainerSpec) -> None:
         """Call the model as the columns of ``trainer`` say, which the rows of the data decide."""
         if self.recipe.signature != trainer.signature:
-            self.recipe = replace(self.recipe, signature=trainer.signature)
-            self.payload = pickled(self.recipe)
+            self._change(signature=trainer.signature)
+
+    def _change(self, **fields: Any) -> None:
+        self.recipe = replace(self.recipe, **fields)
+        self.payload = pickled(self.recipe)
 
     def drop_module(self) -> None:
         """Free the memory of the module, once nothing more is tried on it."""
@@ -195,36 +198,40 @@ def _weights_file(trainer: TrainerSpec) -> Mapping[str, torch.Tensor] | None:
 
 
 def pickled(recipe: Recipe) -> bytes:
-    """Return the recipe as bytes.
-
-    Raises :class:`ModelError`, which names the part that cannot be pickled.
-    """
-    try:
-        data = dumps(accompanied(recipe))
-        pickle.loads(data)
-        return data
-    except Exception as error:
-        raise _cannot_travel(recipe, error) from None
-
-
-def _cannot_travel(recipe: Recipe, error: Exception) -> ModelError:
-    """Return the error that names the part of the recipe that cannot be pickled."""
-    culprit = "model"
-    parts = [(name, getattr(recipe, name)) for name in ("model", "loss", "optimizer", "augment")]
-    parts += [("compression", recipe.compression), ("output", recipe.signature.part)]
-    for name, part in parts:
-        try:
-            pickle.loads(dumps(part))
-        except Exception as cause:
-            culprit, error = name, cause
-            break
-    remedy = (
+    """Return the recipe as bytes. Raises :class:`ModelError`, which names what cannot be pickled."""
+    built = (
         "Pass a function that builds the module (model=make_model), and open files, locks, "
         "connections and Spark sessions inside it."
-        if culprit == "model"
-        else "Use a function or class of an importable module, with no open resource in it."
     )
-    return ModelError(cannot_travel(culprit, error, remedy))
+    remedy = "Use a function or class of an importable module, with no open resource in it."
+    names = ("loss", "optimizer", "augment", "compression")
+    parts = [(name, getattr(recipe, name), remedy) for name in names]
+    parts += [("output", recipe.signature.part, remedy), ("model", None, built)]
+    return travelling(recipe, [("model", recipe.model, built), *parts], ModelError, opened=True)
+
+
+def travelling(
+    whole: Any,
+    parts: Iterable[tuple[str, Any, str]],
+    kind: type[UserError] = ParameterError,
+    opened: bool = False,
+) -> bytes:
+    """Return ``whole`` as bytes, which can be ``opened`` here if that is asked for.
+
+    Raises an error of a ``kind`` that names the first of the ``parts`` that cannot be pickled, else
+    the last one: each has a name, a value and a remedy.
+    """
+    try:
+        data = dumps(accompanied(whole))
+        if opened:
+            pickle.loads(data)
+        return data
+    except Exception as error:
+        cause = error
+    for name, part, remedy in parts:
+        with pickling(name, remedy, kind):
+            pickle.loads(dumps(accompanied(part)))
+    raise kind(cannot_travel(name, cause, remedy))
 
 
 def check_columns(specs: Specs) -> None:

@@ -46,7 +46,6 @@ class FitRequest:
     replay: History | None = None  # its decisions are repeated
     before: CarriedRun | None = None  # the pass before this one
     one_pass: bool = False  # over a part of all data: ``stop`` has no effect
-    quiet: bool = False  # no progress is shown
     plan: Mapping[str, Any] | None = None  # by which fields were decided, as plain values
     batch: int | None = None  # the number of the pass's rows in their stream
 

@@ -8,7 +8,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -44,27 +44,32 @@ class FitEnd:
 
     samples: SampleSet
     output: Output | None
-    kinds: list[str]  # of weights
-    state: TrainState
+    kinds: Sequence[str]  # of weights
     history: History
-    packed: tuple[bytes, ...] | None  # the optimizer state; None: not wanted, or not collected
-    packed_best: tuple[bytes, ...] | None  # None, as for the next one: no pass goes on from here
-    schedule: Schedule | None
+    state: TrainState = field(default_factory=TrainState)
+    packed: tuple[bytes, ...] | None = None  # the optimizer state, if it was wanted and collected
+    packed_best: tuple[bytes, ...] | None = None  # None, as below: no pass goes on from here
+    schedule: Schedule | None = None
 
     def carried(
         self, trainer: TrainerSpec, model: PreparedModel, weights: Callable[[str], torch.Tensor]
     ) -> CarriedRun:
-        """Return the end of the run with its model; ``weights`` returns a vector by its kind."""
-        trained = trained_model(
-            trainer,
-            model,
-            self.samples,
-            self.output,
-            self.kinds,
-            weights,
-            self.history,
-            self.packed,
-        )
+        """Return the end of the run with its model.
+
+        ``weights`` returns a vector by its kind; one is held at a time.
+        """
+        make = result_maker(trainer, model, self.samples, self.output)
+        models = {
+            kind: make(
+                module=filled(build_model(model.payload), weights(kind)), history=self.history
+            )
+            for kind in self.kinds
+        }
+        trained = models[CURRENT]
+        trained.ema, trained.best = models.get(AVERAGE), models.get(BEST)
+        if self.packed is not None:
+            digest, identity = weights_digest(trained.module), ModelIdentity.of(model.layout)
+            trained.optimizer_state = StoredState(self.packed, identity, model.optimizers, digest)
         return CarriedRun(trained, self.state, self.packed_best, self.schedule)
 
 
@@ -107,75 +112,40 @@ def result_maker(
     )
 
 
-def wanted_weights(trainer: TrainerSpec, state: TrainState) -> list[str]:
-    """Return the kinds of weights that the result holds."""
-    wanted = [CURRENT]
-    if trainer.ema is not None:
-        wanted.append(AVERAGE)
-    if state.best is not None:
-        wanted.append(BEST)
-    return wanted
-
-
-def trained_model(
-    trainer: TrainerSpec,
-    model: PreparedModel,
-    samples: SampleSet,
-    output: Output | None,
-    kinds: Sequence[str],
-    weights: Callable[[str], torch.Tensor],
-    history: History,
-    packed: tuple[bytes, ...] | None = None,
-) -> TrainedModel:
-    """Return the result of a fit; one vector of ``weights`` is held at a time.
-
-    ``packed`` is its optimizer state, if that was collected.
-    """
-    make = result_maker(trainer, model, samples, output)
-    models = {
-        kind: make(module=filled(build_model(model.payload), weights(kind)), history=history)
-        for kind in kinds
-    }
-    trained = models[CURRENT]
-    trained.ema, trained.best = models.get(AVERAGE), models.get(BEST)
-    if packed is not None:
-        digest, identity = weights_digest(trained.module), ModelIdentity.of(model.layout)
-        trained.optimizer_state = StoredState(packed, identity, model.optimizers, digest)
-    return trained
-
-
+@dataclass
 class Rescue(Callback):
     """A context manager around the loop and what follows it.
 
     It is also the first of the loop's callbacks, which tells it where the run stands.
     """
 
-    def __init__(
-        self,
-        trainer: TrainerSpec,
-        engine: Engine,
-        identity: RunIdentity,
-        manifest_model: Mapping[str, Any],
-        history: History,
-        one_pass: bool = False,
-    ) -> None:
-        self._manifest_model, self._one_pass = manifest_model, one_pass
-        self._trainer, self._engine = trainer, engine
-        self._identity, self._history = identity, history
-        self._before: TrainState | None = None
-        self._state: TrainState | None = None
+    trainer: TrainerSpec
+    engine: Engine
+    identity: RunIdentity
+    manifest_model: Mapping[str, Any]
+    history: History
+    one_pass: bool
+    _before: TrainState | None = None
+    _state: TrainState | None = None
+
+    def checkpointer(
+        self, where: Checkpoint, begun: TrainState, noting: Any = None, background: Any = None
+    ) -> Checkpointer:
+        """Return the writer of the run's checkpoints."""
+        return Checkpointer(
+            *(where, self.engine, self.identity, self.history, noting, background),
+            model=self.manifest_model,
+            begun=begun,
+            endless=self.one_pass,
+        )
 
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:
         self._state = state
 
+    on_validation_end = on_checkpoint = on_fit_start
+
     def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
         self._before, self._state = self._state, state
-
-    def on_validation_end(self, trainer: Any, state: TrainState) -> None:
-        self._state = state
-
-    def on_checkpoint(self, trainer: Any, state: TrainState) -> None:
-        self._state = state
 
     def __enter__(self) -> Rescue:
         return self
@@ -191,12 +161,12 @@ class Rescue(Callback):
         if not isinstance(error, Exception) or before is None or state is None:
             return
         try:
-            if self._history.stopped is None and not self._trainer.stop(before, state):
+            if self.history.stopped is None and not self.trainer.stop(before, state):
                 return
             if isinstance(error, StalledError):  # a checkpoint would stall as long
                 raise CheckpointError("Spark does nothing")
             again = "fit(data, resume=path) returns it without training again"
-            if self._one_pass:
+            if self.one_pass:
                 again = "partial_fit(data, resume=path) of a new trainer continues it"
             note = (
                 f"Training had finished, after {counted(state.iteration, 'iteration')}. The model is "
@@ -225,27 +195,16 @@ class Rescue(Callback):
             (_, manifest), *_ = CheckpointStore.open(state.checkpoint).candidates()
             if manifest.iteration == state.iteration:
                 return state.checkpoint
-        own = self._trainer.checkpoint
+        own = self.trainer.checkpoint
         if own is not None:
             with contextlib.suppress(CheckpointError):  # its disk is full, for example
-                return self._written(own, state)
+                return self.checkpointer(own, state).written(state)
         folder = tempfile.mkdtemp(prefix="kept-by-sparkdl-")
         try:
             try:
-                return self._written(Checkpoint(folder), state)
+                return self.checkpointer(Checkpoint(folder), state).written(state)
             except CheckpointError:  # the executors do not share this folder
-                return self._written(Checkpoint(folder), state, here=True)
+                return self.checkpointer(Checkpoint(folder), state).written(state, True)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-
-    def _written(self, where: Checkpoint, state: TrainState, here: bool = False) -> str:
-        writer = Checkpointer(
-            where,
-            self._engine,
-            self._identity,
-            self._history,
-            model=self._manifest_model,
-            begun=state,
-        )
-        return writer.written(state, here)

@@ -22,7 +22,7 @@ import torch
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
-from sparkdl.checkpoint.files import Folder
+from sparkdl.checkpoint.files import Folder, unfinished
 from sparkdl.checkpoint.manifest import DataIdentity
 from sparkdl.codec.files import (
     MAX_JSON_BYTES,
@@ -220,7 +220,10 @@ class SearchFolder:
         entries = folder.entries()
         trials = [name for name in entries if _TRIAL.fullmatch(name)]
         if SEARCH not in entries or not trials:
-            if not entries.keys() <= {SEARCH, DATA}:
+            names, known = {unfinished(name) or name for name in entries}, {SEARCH, DATA}
+            if SEARCH in entries:  # its first trial may have been killed
+                known |= {name for name in names if name.startswith(("model-", "trial-"))}
+            if not names <= known:
                 raise ParameterError(
                     f"path={str(folder)!r} has files in it and holds no search: give a new folder."
                 )

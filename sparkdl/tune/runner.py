@@ -30,7 +30,7 @@ from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import segment_files
 from sparkdl.data.partition_writer import where_there_is_room
 from sparkdl.data.samples import SampleSet
-from sparkdl.errors import ModelError, ParameterError, SessionError, TrainingError, pickling
+from sparkdl.errors import ModelError, ParameterError, SessionError, TrainingError
 from sparkdl.gang.connect import slots_of
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.model import TrainedModel
@@ -40,7 +40,6 @@ from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import INTERRUPTED
 from sparkdl.loop.state import TrainState
 from sparkdl.model.flat import FlatModule
-from sparkdl.model.preparation import dumps
 from sparkdl.process.determinism import Numerics
 from sparkdl.process.system import label_output
 from sparkdl.settings import Settings
@@ -53,6 +52,7 @@ from sparkdl.spark.worker import finish_task, task_cancelled
 from sparkdl.train.course import LocalFit
 from sparkdl.train.fit import fit
 from sparkdl.train.placed_samples import PlacedSamples
+from sparkdl.train.prepare import travelling
 from sparkdl.train.request import FitRequest
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.arguments import READING, SearchSpec
@@ -288,16 +288,11 @@ class SideBySide(Runner):
 
 def _pickled(setup: TrialSetup) -> bytes:
     """Return ``setup`` as bytes. Raises ParameterError, which names what cannot be pickled."""
-    remedy, trainer = (
-        "Leave out what has an open file or connection, or give parallel=1.",
-        setup.spec.trainer,
-    )
-    parts = {name: getattr(trainer, name) for name in ("callbacks", "stop", "validation")}
-    for name, part in {**parts, "space": setup.spec.space}.items():
-        with pickling(name, remedy):
-            dumps(part)
-    with pickling("the trainer", remedy):
-        return dumps(accompanied(setup))
+    remedy = "Leave out what has an open file or connection, or give parallel=1."
+    names = ("callbacks", "stop", "validation")
+    parts = [(name, getattr(setup.spec.trainer, name), remedy) for name in names]
+    parts += [("space", setup.spec.space, remedy), ("the trainer", None, remedy)]
+    return travelling(setup, parts)
 
 
 @dataclass(frozen=True)
@@ -489,8 +484,8 @@ class ConnectedTrials(FitsHere):
         self._session.addTag(self._tag)
         try:
             with none_added():
-                request = FitRequest(trainer=trainer, quiet=self._threads is not None)
-                return fit(self.data, request).trained
+                quiet = {} if self._threads is None else {"progress": "false"}
+                return fit(self.data, FitRequest(trainer=trainer), **quiet).trained
         finally:
             self._session.removeTag(self._tag)
 

@@ -15,7 +15,7 @@ import pytest
 from pyspark import cloudpickle
 
 from sparkdl.connect import news
-from sparkdl.connect.news import ControlClient, ControlServer
+from sparkdl.connect.news import ControlClient, answering
 from sparkdl.gang import connect
 
 pytestmark = pytest.mark.gang
@@ -46,7 +46,7 @@ def test_rank_0_answers_and_the_key_is_not_shown() -> None:
     session = Session()
     client = ControlClient(session, ("127.0.0.1",))
     assert client.ask("nobody there") is None
-    with ControlServer("127.0.0.1", client.address, lambda question: [question, "heard"]):
+    with answering("127.0.0.1", client.address, lambda question: [question, "heard"]):
         assert client.ask("how far") == ["how far", "heard"]
     client.close()
     shown = [text.encode() for text in session.shown]
@@ -65,7 +65,7 @@ def test_a_question_that_fails_is_the_only_one() -> None:
         return question
 
     client = ControlClient(session, ("127.0.0.1",))
-    with ControlServer("127.0.0.1", client.address, answer):
+    with answering("127.0.0.1", client.address, answer):
         assert client.ask("fails") is None
         assert client.ask("end") == "end"
 
@@ -84,7 +84,7 @@ def test_a_server_that_fails_at_first_is_asked_again(
 
     monkeypatch.setattr(session, "sql", sql)
     client = ControlClient(session, ("127.0.0.1",))
-    with ControlServer("127.0.0.1", client.address, lambda question: question):
+    with answering("127.0.0.1", client.address, lambda question: question):
         assert [client.ask("how far") for _ in range(failures)] == [None] * failures
         assert client.ask("how far") == heard
 

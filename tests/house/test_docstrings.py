@@ -10,6 +10,8 @@ from launch import ROOT
 from test_sizes import modules
 from trees import parsed
 
+import sparkdl
+
 SECTION = re.compile(r"^(Args|Attributes):\n((?:[ ]{4}.*\n?|\n)+)", re.M)
 ENTRY = re.compile(r"^ {4}(\*{0,2}\w+)(?: ?\(.*?\))?:", re.M)
 
@@ -73,8 +75,8 @@ def test_every_public_name_is_in_the_reference() -> None:
         r"^\.\. auto(?:class|function):: (sparkdl[\w.]+)(?:\(\))?$", pages, re.M
     )
     elsewhere = {"sparkdl.gang.Communicator"}  # that of sparkdl.collectives
-    names = set()
-    for module in ("", ".ml", ".tune", ".gang", ".collectives", ".summaries", ".optim", ".mlflow"):
+    names = {f"sparkdl.{name}" for name in sparkdl.__all__}
+    for module in (".ml", ".tune", ".gang", ".collectives", ".summaries", ".optim", ".mlflow"):
         path = ROOT / f"sparkdl{module.replace('.', '/')}"
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         for node in parsed(path).body:

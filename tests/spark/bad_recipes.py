@@ -551,6 +551,21 @@ LOSSES = [
         '"label" goes from 0 to 1.5, and BCELoss takes labels from 0 to 1: make them 0 and 1, or '
         "use CrossEntropyLoss for class numbers and MSELoss for measurements.",
     ),
+    tried(
+        "the second of two labels beyond a masked loss, in a late row",
+        lambda fit: fit(
+            fit.frame(
+                "features array<double>, seen long, bought double",
+                *[([1.0, 2.0], 1, 0.0), ([1.0, 2.0], None, 1.0)] * 4,
+                ([1.0, 2.0], 0, 2.0),
+            ),
+            model=two_classes,
+            label=["seen", "bought"],
+            loss=sparkdl.MaskedLoss(nn.BCEWithLogitsLoss()),
+        ),
+        '"bought" goes from 0 to 2, and BCEWithLogitsLoss takes labels from 0 to 1: make them 0 and '
+        "1, or use CrossEntropyLoss for class numbers and MSELoss for measurements.",
+    ),
     model_error(
         "labels of signs for probabilities, in the validation data alone",
         lambda fit: fit(

@@ -3,6 +3,7 @@ it, or an older one takes its place. None is read as something else."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from launch import soak_but
 from test_fuzz_files import load_the_checkpoint, read_checkpoint, read_model, save_a_model
 from test_state_access import some_history, written
 
+from sparkdl.checkpoint.files import Folder
 from sparkdl.collectives.key_range import (
     Gradient,
     KeyRange,
@@ -62,6 +64,32 @@ def trials(root: Path) -> None:
             number=number, arguments={"lr": 0.1 * number}, status="completed", value=value
         )
         search.add(TrialOutcome(record, {"last": torch.arange(40.0) * value}, some_history()))
+
+
+class Killed(BaseException):
+    """The end of a process."""
+
+
+@pytest.mark.parametrize("writes", range(7))
+def test_a_search_whose_process_ends_at_any_write_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    """Its folder, those of the models of best trials, and the trials; half a file may be left."""
+    left, write = [writes], Folder.write
+
+    def ends(self: Folder, name: str, data: bytes) -> None:
+        if not left[0]:
+            (Path(self.uri) / f".{name}.{'0' * 16}.part").write_bytes(data[:9])
+            raise Killed
+        left[0] -= 1
+        write(self, name, data)
+
+    with monkeypatch.context() as patched, contextlib.suppress(Killed):
+        patched.setattr(Folder, "write", ends)
+        trials(tmp_path / "search")
+    trials(tmp_path / "search")
+    trials(tmp_path / "whole")
+    assert read_trials(tmp_path / "search") == read_trials(tmp_path / "whole")
 
 
 def read_trials(root: Path) -> list[Any]:
