@@ -43,7 +43,7 @@ from sparkdl.data.partition_writer import WrittenRows, join_partition
 from sparkdl.data.preview import OnHandles, Run, Work, looked_at
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.records import Names, WriteRecords
-from sparkdl.data.row_errors import AS_ERRORS, BadRow, Handling
+from sparkdl.data.row_errors import AS_ERRORS, BadRow, Handling, columns_with
 from sparkdl.data.sampling import Draws, Sampling
 from sparkdl.data.schema import sample_columns
 from sparkdl.errors import DataError, StaleReferenceError, StateLostError, TrainingError, nearest
@@ -96,6 +96,9 @@ class SampleSet:
         return (*self.fields[:end], *(self.fields[-1:] if self.weighted else ()))
 
 
+_LEFT = 'Sequence(padding=-100, padding_side="left")'
+
+
 def check_sides(fields: Sequence[Field], rows: Sequence[Rows]) -> None:
     """Raise DataError for columns that are as long as each other in every row, as tokens and their
     labels, and padded on different sides."""
@@ -109,8 +112,7 @@ def check_sides(fields: Sequence[Field], rows: Sequence[Rows]) -> None:
             raise DataError(
                 f'"{one.name}" is padded on the {side} and "{other.name}" on the {others}, and both '
                 "are equally long in each row, so their elements would not be side by side: give both "
-                'the same padding_side=, as in columns={"labels": sparkdl.Sequence(padding=-100, '
-                'padding_side="left")}.'
+                f"the same padding_side=, as in {columns_with('labels', _LEFT)}."
             )
 
 
