@@ -11,7 +11,6 @@ import functools
 import os
 import re
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -78,9 +77,7 @@ class Folder:
 
     def make(self) -> None:
         """Create the folder and its parents; nothing happens if it exists."""
-        with _explained("make the folder", str(self)):
-            backend, path = self._open()
-            backend.make(path)
+        self._do("make the folder", "make")
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file that is complete as soon as it is visible.
@@ -88,53 +85,55 @@ class Folder:
         The folder must exist: a local folder that another node created does not exist here.
         """
         check_name(name)
-        temporary = f".{name}.{secrets.token_hex(8)}.part"
-        with _explained("write", f"{self}/{name}"):
-            backend, path = self._open()
-            backend.write(f"{path}/{name}", f"{path}/{temporary}", data)
+        self._do("write", "write", name, f".{name}.{secrets.token_hex(8)}.part", data)
 
     def read(self, name: str, limit: int | None = None) -> bytes:
         """Return the bytes of a file; never follow a link, and never read more than ``limit``
         bytes."""
         check_name(name)
-        with _explained("read", f"{self}/{name}"):
-            backend, path = self._open()
-            return backend.read(f"{path}/{name}", limit)
+        data: bytes = self._do("read", "read", name, limit)
+        return data
 
     def move(self, name: str, target: Folder) -> None:
         """Move a file into another folder of the same file system, which has no file of this name."""
         check_name(name)
-        with _explained("move", f"{self}/{name}"):
-            backend, path = self._open()
-            backend.move(f"{path}/{name}", f"{target._open()[1]}/{name}")
+        self._do("move", "move", name, f"{_open(target.uri)[1]}/{name}")
 
     def entries(self) -> dict[str, Entry]:
         """Return the entries of the folder by name; empty if the folder does not exist."""
-        with _explained("list", str(self)):
-            backend, path = self._open()
-            return {entry.name: entry for entry in backend.entries(path)}
+        return {entry.name: entry for entry in self._do("list", "entries")}
 
     def delete(self, name: str) -> None:
         """Delete one file, or the temporary file that an interrupted write left."""
         if not _PART.fullmatch(name):
             check_name(name)
-        with _explained("delete", f"{self}/{name}"):
-            backend, path = self._open()
-            backend.delete(f"{path}/{name}")
+        self._do("delete", "delete", name)
 
     def delete_empty(self) -> None:
         """Delete the folder if it is empty."""
-        with _explained("delete", str(self)):
-            backend, path = self._open()
-            backend.delete_empty(path)
+        self._do("delete", "delete_empty")
+
+    def _do(self, doing: str, method: str, name: str = "", *more: Any) -> Any:
+        """Call a method of the file system for the folder, or for a file in it.
+
+        Any failure becomes a CheckpointError that names the place: storage clients raise errors of
+        many types.
+        """
+        slash = "/" if name else ""
+        try:
+            system, path = _open(self.uri)
+            return getattr(system, method)(f"{path}{slash}{name}", *more)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            lines = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            reason = without_credentials(lines.strip().partition("\n")[0]) or type(error).__name__
+            raise CheckpointError(f"cannot {doing} {self}{slash}{name}: {reason}.") from error
 
     def _join(self, name: str) -> str:
         check_name(name)
         place, mark, query = self.uri.partition("?") if "://" in self.uri else (self.uri, "", "")
         return f"{place.rstrip('/')}/{name}{mark}{query}"
-
-    def _open(self) -> tuple[Local | Remote, str]:
-        return _open(self.uri)
 
 
 def check_name(name: str) -> None:
@@ -159,20 +158,6 @@ def _open(uri: str) -> tuple[Local | Remote, str]:
     return system, path.rstrip("/")
 
 
-@contextlib.contextmanager
-def _explained(what: str, where: str) -> Iterator[None]:
-    """Convert any failure to a CheckpointError that names the place (storage clients raise errors
-    of many types)."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        lines = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        reason = without_credentials(lines.strip().partition("\n")[0]) or type(error).__name__
-        raise CheckpointError(f"cannot {what} {where}: {reason}.") from error
-
-
 class Local:
     """The local file system: atomic, durable writes; plain files only."""
 
@@ -182,7 +167,8 @@ class Local:
         _sync_folder(os.path.dirname(path))
 
     def write(self, path: str, temporary: str, data: bytes) -> None:
-        """Write and fsync ``temporary``, rename it to ``path``, and fsync the folder."""
+        """Write and fsync the file ``temporary`` beside ``path``, rename it, and fsync the folder."""
+        temporary = os.path.join(os.path.dirname(path), temporary)
         try:
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             with open(handle, "wb", buffering=0) as file:
@@ -247,6 +233,7 @@ class Remote:
         fails above 5 GiB.
         """
         at_once = self._system.type_name == "s3"
+        temporary = f"{path.rpartition('/')[0]}/{temporary}"
         try:
             with self._system.open_output_stream(path if at_once else temporary) as stream:
                 stream.write(data)

@@ -28,6 +28,8 @@ FORMAT = "sparkdl-checkpoint"
 VERSION = 1
 CONSTANTS = ("replicas", "batch_size", "local_steps", "consistency", "seed", "sampling")
 """The constants that a resumed run must have in common with the checkpoint."""
+OF_STATE = ("iteration", "epoch", "position", "samples", "seconds", "loss_scale", "skipped")
+"""The counters that a manifest has in common with the state of the run."""
 FEW = 5
 """The number of differences that are listed; the others are counted."""
 
@@ -414,8 +416,3 @@ class RunIdentity:
     metric: str | None = None  # None: the best weights are not kept
     compression: str = "None"
     config: Mapping[str, str] = field(default_factory=dict)  # for people who read a manifest
-
-    def batches_as_in(self, manifest: Manifest) -> bool:
-        """Return whether the batches of an epoch have the same numbers of rows as in a checkpoint."""
-        constants = all(getattr(manifest, name) == own for name, own in self.constants.items())
-        return constants and self.data.rows == manifest.data.rows

@@ -7,21 +7,19 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkdl.checkpoint.config import Checkpoint
 from sparkdl.checkpoint.files import Folder
-from sparkdl.checkpoint.manifest import Manifest, RunIdentity, SliceFile, first_few
+from sparkdl.checkpoint.manifest import OF_STATE, Manifest, RunIdentity, SliceFile, first_few
 from sparkdl.checkpoint.store import CheckpointStore, ReadResiduals, read_slice_files
 from sparkdl.errors import DamagedCheckpoint, ParameterError
 from sparkdl.loop.advance import first_state
 from sparkdl.loop.engine import BEST, StateAccess
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
-from sparkdl.model.buffers import TrainingOptions
 from sparkdl.slices.slice_file import WithoutAverage
-from sparkdl.slices.spec import SliceSpec, SliceState
 
 LATEST = "latest"
 _ANY_DATA = " To continue with this data anyway, pass any_data=True."
@@ -30,63 +28,49 @@ logger = logging.getLogger("sparkdl")
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """A chosen checkpoint with its manifest and its history."""
+    """A chosen checkpoint with its manifest and its history, of which ``run`` goes on."""
 
+    run: RunIdentity
     uri: str
     manifest: Manifest
     history: History
-    options: TrainingOptions  # of the run that continues
-    metric: str | None = None  # by which that run keeps the best weights, if it does
-    compression: str | None = None  # of that run; None: replicas start without residuals
-    midway: bool = True  # within an epoch: the batches are the same
+    any_data: bool = False  # replicas start without residuals
 
-    @staticmethod
-    def of(
-        run: RunIdentity,
-        uri: str,
-        manifest: Manifest,
-        history: History,
-        any_data: bool = False,
-        midway: bool = True,
-    ) -> RestoredRun:
-        """Return a restored run; with ``any_data`` it gets no residuals."""
-        compression = None if any_data else run.compression
-        return RestoredRun(uri, manifest, history, run.options, run.metric, compression, midway)
+    @property
+    def midway(self) -> bool:
+        """Return whether the batches of an epoch have the same numbers of rows as in the checkpoint."""
+        constants = self.run.constants.items()
+        same = all(getattr(self.manifest, name) == own for name, own in constants)
+        return same and self.run.data.rows == self.manifest.data.rows
 
     @property
     def state(self) -> TrainState:
         """Return the state of the run in the checkpoint."""
-        manifest = self.manifest
+        manifest, options = self.manifest, self.run.options
         records = self.history.last(1)
         last = records[-1] if records else {}
-        scale, age = manifest.loss_scale, int(manifest.extra.get("loss_scale_age", 0))
-        if self.options.scales_loss != manifest.extra.get("scales_loss", scale != 1.0):
-            first = first_state(self.options)  # another precision than the checkpoint's
-            scale, age = first.loss_scale, first.loss_scale_age
-        return TrainState(
-            iteration=manifest.iteration,
-            epoch=manifest.epoch,
-            position=manifest.position,
-            samples=manifest.samples,
-            seconds=manifest.seconds,
+        state = TrainState(
+            **{name: getattr(manifest, name) for name in OF_STATE},
             loss=last.get("loss", math.nan),
             gradient_norm=last.get("gradient_norm"),
-            loss_scale=scale,
-            loss_scale_age=age,
-            skipped=manifest.skipped,
+            loss_scale_age=int(manifest.extra.get("loss_scale_age", 0)),
             validations=manifest.validations,
             best=self.best,
             higher_is_better=dict(manifest.extra.get("higher_is_better", {})),
             checkpoint=self.uri,
             batch=manifest.extra.get("batch"),
         )
+        if options.scales_loss == manifest.extra.get("scales_loss", state.loss_scale != 1.0):
+            return state
+        first = first_state(options)  # another precision than the checkpoint's
+        return replace(state, loss_scale=first.loss_scale, loss_scale_age=first.loss_scale_age)
 
     @property
     def best(self) -> Validated | None:
-        """Return the validation whose weights are in the checkpoint, if they are the best by
-        ``metric``."""
+        """Return the validation whose weights are in the checkpoint, if they are the best by the
+        run's metric."""
         best = self.manifest.best
-        if best is None or not best.files or best.metric != self.metric:
+        if best is None or not best.files or best.metric != self.run.metric:
             return None
         validations = reversed(self.manifest.validations)
         return next((v for v in validations if v.iteration == best.iteration), None)
@@ -96,27 +80,26 @@ class RestoredRun:
         access.load(self._reader(self.manifest.files))
         if self.best is not None and self.manifest.best is not None:
             access.load(self._reader(self.manifest.best.files), BEST)
-        if self.compression is not None:
+        if not self.any_data:
             self._load_residuals(access)
 
     def _load_residuals(self, access: StateAccess) -> None:
         """Load the residuals of the replicas, which are of use only to the same hook."""
         before = self.manifest.extra.get("compression", "None")
-        if before == self.compression:
-            read = ReadResiduals(self.uri, self.manifest.residuals)
-            access.load_residuals(read)
+        if before == self.run.compression:
+            access.load_residuals(ReadResiduals(self.uri, self.manifest.residuals))
         else:
             logger.warning(
                 "compression is %s and was %s in the checkpoint %s: the parts of gradients that "
                 "its replicas had not sent yet are lost",
-                self.compression,
+                self.run.compression,
                 before,
                 Folder(self.uri),
             )
 
     def _reader(self, files: Sequence[SliceFile]) -> Any:
-        read = functools.partial(_read, self.uri, tuple(files))
-        return WithoutAverage(read) if self.options.ema is None else read
+        read = functools.partial(read_slice_files, self.uri, files)
+        return WithoutAverage(read) if self.run.options.ema is None else read
 
 
 def history_in(checkpoint: str) -> History:
@@ -124,10 +107,6 @@ def history_in(checkpoint: str) -> History:
     store = CheckpointStore.open(checkpoint)
     uri, manifest = next(store.candidates())
     return History.from_bytes(store.read_history(uri, manifest))
-
-
-def _read(uri: str, files: tuple[SliceFile, ...], plan: SliceSpec, dtype: Any) -> SliceState:
-    return read_slice_files(uri, files, plan, dtype)
 
 
 class ResumeCandidates:
@@ -189,8 +168,7 @@ class ResumeCandidates:
         data = self._store.read_history(uri, manifest)
         try:
             history = History.from_bytes(data)
-            midway = identity.batches_as_in(manifest)
-            found = RestoredRun.of(identity, uri, manifest, history, self._any_data, midway)
+            found = RestoredRun(identity, uri, manifest, history, self._any_data)
             _ = found.state
         except (ValueError, TypeError, OverflowError) as error:
             raise DamagedCheckpoint(f"it does not describe the state of a run: {error}") from error
@@ -198,11 +176,12 @@ class ResumeCandidates:
 
     def _check(self, uri: str, manifest: Manifest, identity: RunIdentity) -> None:
         """Raise ParameterError for a checkpoint of another run."""
-        if self._any_data:
-            differences = first_few(identity.model.differences(manifest.layout))
-        else:
-            differences = manifest.differences(identity.model, identity.data, identity.constants)
-        differences += _other_optimizers(identity.optimizers, manifest.optimizers)
+        of_model = first_few(identity.model.differences(manifest.layout))
+        optimizers = [*_other_optimizers(identity.optimizers, manifest.optimizers)]
+        trains = not of_model and not optimizers and manifest.frozen in ("", identity.frozen)
+        if not self._any_data:
+            of_model = manifest.differences(identity.model, identity.data, identity.constants)
+        differences = of_model + optimizers
         if manifest.frozen and not differences and identity.frozen != manifest.frozen:
             differences.append(
                 "the parameters that are frozen hold other values here, and a checkpoint contains "
@@ -213,14 +192,8 @@ class ResumeCandidates:
             raise ParameterError(
                 f"the checkpoint {Folder(uri)} belongs to another run: {'; '.join(differences)}. "
                 "Use what it was made with, or fit without resume= (in another folder)."
-                + (_ANY_DATA if self._trains(manifest, identity) else "")
+                + (_ANY_DATA if trains else "")
             )
-
-    def _trains(self, manifest: Manifest, identity: RunIdentity) -> bool:
-        """Return whether the checkpoint's state fits this model and these optimizers."""
-        others = [*identity.model.differences(manifest.layout)]
-        others += _other_optimizers(identity.optimizers, manifest.optimizers)
-        return not others and manifest.frozen in ("", identity.frozen)
 
     def _tell(self) -> None:
         for skipped in self._store.skipped:

@@ -9,15 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkdl.checkpoint.config import Checkpoint
-from sparkdl.checkpoint.manifest import Best, Manifest, RunIdentity, SliceFile
-from sparkdl.checkpoint.store import (
-    CheckpointStore,
-    TryFolder,
-    WriteResiduals,
-    WriteSlice,
-    _bounds,
-    write_packed,
-)
+from sparkdl.checkpoint.manifest import OF_STATE, Best, Manifest, RunIdentity, SliceFile
+from sparkdl.checkpoint.store import CheckpointStore, TryFolder, WriteResiduals, WriteSlice
 from sparkdl.errors import CheckpointError, TrainingError
 from sparkdl.loop.engine import (
     BEST,
@@ -29,7 +22,7 @@ from sparkdl.loop.engine import (
 )
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
-from sparkdl.slices.slice_file import PackSlice
+from sparkdl.slices.slice_file import PackSlice, unpack
 
 logger = logging.getLogger("sparkdl")
 TAIL = 10_000
@@ -44,7 +37,7 @@ class OpenCheckpoint:
     state: TrainState
     history: bytes
     committed: Callable[[str, Manifest], None] | None  # called when it is complete
-    best: bool  # it has the best weights
+    best: Best | None  # without its files
     work: PendingStateWork | None = None  # None: training waits
 
 
@@ -137,12 +130,8 @@ class Checkpointer:
             return self._complete(begun, used)
 
     def _written_here(self, use: WriteSlice, which: str) -> list[SliceFile]:
-        bounds = self._access.map_slices(_bounds, which)
         packed = self._access.map_slices(PackSlice(), which)
-        return [
-            write_packed(use.directory, n, own, data, use.kind)
-            for n, (own, data) in enumerate(zip(bounds, packed, strict=True))
-        ]
+        return [use.packed(n, unpack(data), data) for n, data in enumerate(packed)]
 
     def _settled(self, begun: OpenCheckpoint, state: TrainState, again: bool) -> TrainState:
         """Complete ``begun``. If its content was lost with its ranks, write one of ``state``
@@ -162,20 +151,21 @@ class Checkpointer:
         return replace(begun, work=self._background(StateWork(*self._uses(begun))))
 
     def _opened(self, state: TrainState) -> OpenCheckpoint:
-        return OpenCheckpoint(
-            self._store.begin(state.iteration),
-            state,
-            (self._history.tail(TAIL) if self._endless else self._history).to_bytes(),
-            self._noting() if self._noting is not None else None,
-            state.best is not None and self._identity.metric is not None,
-        )
+        metric, best = self._identity.metric, None
+        if metric is not None and (of := state.best) is not None:
+            value = of.metrics[metric]
+            best = Best(iteration=of.iteration, epoch=of.epoch, metric=metric, value=value)
+        history = self._history.tail(TAIL) if self._endless else self._history
+        committed = self._noting() if self._noting is not None else None
+        directory = self._store.begin(state.iteration)
+        return OpenCheckpoint(directory, state, history.to_bytes(), committed, best)
 
     def _uses(
         self, begun: OpenCheckpoint
     ) -> tuple[tuple[tuple[WriteSlice, str], ...], WriteResiduals]:
         """Return the functions with which owners and replicas write."""
         states: list[tuple[WriteSlice, str]] = [(WriteSlice(begun.directory, "slice"), CURRENT)]
-        if begun.best:
+        if begun.best is not None:
             states.append((WriteSlice(begun.directory, "best"), BEST))
         return tuple(states), WriteResiduals(begun.directory)
 
@@ -201,51 +191,28 @@ class Checkpointer:
                 )
             self._warned = True
 
-    def _best(self, begun: OpenCheckpoint, used: StateWorkResult) -> Best | None:
-        metric, best = self._identity.metric, begun.state.best
-        if not begun.best or metric is None or best is None:
-            return None
-        return Best(
-            iteration=best.iteration,
-            epoch=best.epoch,
-            metric=metric,
-            value=best.metrics[metric],
-            files=tuple(used.states[1]),
-        )
-
     def _manifest(self, begun: OpenCheckpoint, used: StateWorkResult) -> Manifest:
-        state, own = begun.state, self._identity.constants
+        state, run, best = begun.state, self._identity, begun.best
         files: list[SliceFile] = used.states[0]
         return Manifest(
-            iteration=state.iteration,
-            epoch=state.epoch,
-            position=state.position,
-            samples=state.samples,
-            seconds=state.seconds,
-            replicas=own["replicas"],
+            **{name: getattr(state, name) for name in OF_STATE},
+            **run.constants,
             slices=len(files),
-            batch_size=own["batch_size"],
-            local_steps=own["local_steps"],
-            consistency=own.get("consistency", "Synchronous()"),
-            seed=own["seed"],
-            sampling=own.get("sampling", "None"),
-            layout=self._identity.model,
-            data=self._identity.data,
-            optimizers=self._identity.optimizers,
-            frozen=self._identity.frozen,
+            layout=run.model,
+            data=run.data,
+            optimizers=run.optimizers,
+            frozen=run.frozen,
             files=tuple(sorted(files, key=lambda file: file.index)),
             residuals=tuple(used.residuals),
-            loss_scale=state.loss_scale,
-            skipped=state.skipped,
             validations=tuple(replace(v, arrays={}) for v in state.validations),
-            best=self._best(begun, used),
-            config=dict(self._identity.config),
+            best=None if best is None else replace(best, files=tuple(used.states[1])),
+            config=dict(run.config),
             model=self._model,
             extra={
                 "loss_scale_age": state.loss_scale_age,
-                "scales_loss": self._identity.options.scales_loss,
+                "scales_loss": run.options.scales_loss,
                 "higher_is_better": dict(state.higher_is_better),
-                "compression": self._identity.compression,
+                "compression": run.compression,
                 **({"plan": plan} if (plan := self._history.plan_record) else {}),
                 **({} if state.batch is None else {"batch": state.batch}),
             },

@@ -166,7 +166,7 @@ class CheckpointStore:
     def check_probes(self, directory: str, probes: Iterable[str | CheckpointError]) -> None:
         """Check that the driver sees what tasks wrote into ``directory``, which :meth:`begin` made.
 
-        ``probes`` are the results of :func:`try_probe`.
+        ``probes`` are the results of :class:`TryFolder`.
         """
         entries = Folder(directory).entries()
         for probe in probes:
@@ -222,7 +222,7 @@ class CheckpointStore:
         if self._single:
             folders = [self._root]
         else:
-            folders = [folder for _, folder in sorted(self._folders(), reverse=True, key=_stamp)]
+            folders = [folder for _, folder in self._folders()]
         for folder in folders:
             try:
                 yield folder.uri, Manifest.read(folder)
@@ -263,7 +263,7 @@ class CheckpointStore:
         complete: list[Folder] = []
         doomed: list[Folder] = []
         problems: list[CheckpointError] = []
-        for _, folder in sorted(self._folders(), reverse=True, key=_stamp):
+        for _, folder in self._folders():
             try:
                 whole = MANIFEST in folder.entries()
             except CheckpointError as error:
@@ -284,21 +284,18 @@ class CheckpointStore:
         return [folder.uri for folder in doomed]
 
     def _folders(self) -> list[tuple[int, Folder]]:
-        """Return the folders with the name of a checkpoint and their stamps; links are ignored."""
+        """Return the folders with the name of a checkpoint and their stamps, the newest first; links
+        are ignored."""
         found = []
         for name, entry in self._root.entries().items():
             match = _FOLDER.fullmatch(name)
             if match and entry.kind == "folder":
                 found.append((int(match.group(2), 16), self._root.folder(name)))
-        return found
+        return sorted(found, reverse=True, key=lambda item: (item[0], item[1].name))
 
 
 def _milliseconds() -> int:
     return time.time_ns() // 1_000_000
-
-
-def _stamp(item: tuple[int, Folder]) -> tuple[int, str]:
-    return item[0], item[1].name
 
 
 def _delete(folder: Folder) -> None:
@@ -310,39 +307,11 @@ def _delete(folder: Folder) -> None:
     folder.delete_empty()
 
 
-def write_slice(
-    directory: str, index: int, plan: SliceSpec, state: SliceState, kind: str = "slice"
-) -> SliceFile:
-    """Write one slice into a checkpoint, and return its record for the manifest.
-
-    No two attempts write the same file, so a task may run twice.
-    """
-    return write_packed(directory, index, (plan.start, plan.stop), to_bytes(plan, state), kind)
-
-
-def write_packed(
-    directory: str, index: int, bounds: tuple[int, int], data: bytes, kind: str
-) -> SliceFile:
-    """Write a packed slice of elements [start, stop), and return its record for the manifest."""
-    name = f"{kind}-{index:05d}-{secrets.token_hex(8)}.safetensors"
-    return SliceFile.write(
-        Folder(directory), name, data, index=index, start=bounds[0], stop=bounds[1]
-    )
-
-
 def write_probe(directory: str) -> str:
     """Write a small file into a folder, to test whether that works, and return its name."""
     name = f"probe-{secrets.token_hex(8)}"
     Folder(directory).write(name, b"probe\n")
     return name
-
-
-def try_probe(directory: str) -> str | CheckpointError:
-    """Return the name from :func:`write_probe`, or the error with which it failed."""
-    try:
-        return write_probe(directory)
-    except CheckpointError as error:
-        return CheckpointError(str(error))
 
 
 def read_slice_files(
@@ -430,20 +399,28 @@ class TryFolder:
     directory: str
 
     def __call__(self, index: int, plan: SliceSpec, state: SliceState) -> str | CheckpointError:
-        return try_probe(self.directory)
-
-
-def _bounds(index: int, plan: SliceSpec, state: SliceState) -> tuple[int, int]:
-    """Return the elements of the flat vector that are in a slice. Runs on the owner."""
-    return plan.start, plan.stop
+        """Return the name from :func:`write_probe`, or the error with which it failed."""
+        try:
+            return write_probe(self.directory)
+        except CheckpointError as error:
+            return CheckpointError(str(error))
 
 
 @dataclass(frozen=True)
 class WriteSlice:
-    """Callable that runs on a slice's owner: write the slice into the checkpoint."""
+    """Callable that runs on a slice's owner: write the slice, and return its record for the manifest.
+
+    No two attempts write the same file, so a task may run twice.
+    """
 
     directory: str
     kind: str
 
     def __call__(self, index: int, plan: SliceSpec, state: SliceState) -> SliceFile:
-        return write_slice(self.directory, index, plan, state, self.kind)
+        return self.packed(index, plan, to_bytes(plan, state))
+
+    def packed(self, index: int, part: SliceSpec | StoredSlice, data: bytes) -> SliceFile:
+        """Write the bytes of a slice that holds the elements of ``part``."""
+        name = f"{self.kind}-{index:05d}-{secrets.token_hex(8)}.safetensors"
+        bounds = {"start": part.start, "stop": part.stop}
+        return SliceFile.write(Folder(self.directory), name, data, index=index, **bounds)

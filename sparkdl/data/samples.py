@@ -17,7 +17,6 @@ from pyspark.sql import DataFrame, functions
 
 from sparkdl.data.arrow_tasks import (
     PATH,
-    JoinParts,
     WriteDataFrame,
     WriteParts,
     address_parts,
@@ -26,6 +25,7 @@ from sparkdl.data.arrow_tasks import (
     files_of,
     first_field,
     in_few_tasks,
+    join_frames,
     partitions_of_rdds,
     select_columns,
     ship_batches,
@@ -226,7 +226,7 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
             run = _run_on(rdd, handles)
             spread = SpreadRows.of(source.slab, handles, run)
             if spread is not None:  # partitions are written again from the same shuffle
-                stay = isinstance(source.data, DataFrame) and is_local(rdd.ctx)  # see JoinParts
+                stay = isinstance(source.data, DataFrame) and is_local(rdd.ctx)  # see join_frames
                 run(SPREAD, partial(delete_partition, not stay), range(len(handles)))
                 rdd.unpersist()
                 rdd = persist(map_frames(written, spread))
@@ -361,8 +361,8 @@ def _write_table(source: Source) -> tuple[RDD, bool]:
         accompanied(WriteParts(task, source.replicas)), "partition int, part binary"
     )
     addressed = map_frames(written.rdd, address_parts)
-    joined = map_frames(shuffle_frames(addressed, source.replicas), JoinParts(source.slab))
-    return joined, True
+    sent = shuffle_frames(addressed, source.replicas)
+    return map_frames(sent, partial(join_frames, source.slab)), True
 
 
 def _bring_table(source: Source) -> tuple[list[SampleHandle], bool]:

@@ -35,7 +35,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from sparkdl.errors import SparkdlError
 from sparkdl.process.system import end_unanswered, keep_alive
@@ -65,6 +65,9 @@ _UNANSWERED_MS = 120_000
 applies to what the driver sends only: a rank always reads, but the driver may be busy for longer."""
 
 
+T = TypeVar("T")
+
+
 class ChannelError(SparkdlError, RuntimeError):
     """An error because the other end has closed the connection, or is not who it should be."""
 
@@ -76,7 +79,9 @@ class EndedError(ChannelError):
 class Channel:
     """One end of a connection. Several threads may send frames, but only one may receive."""
 
-    def __init__(self, connection: socket.socket, key: bytes, nonce: bytes, driver: bool) -> None:
+    def __init__(
+        self, connection: socket.socket, key: bytes, nonce: bytes | bytearray, driver: bool
+    ) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(connection, _SILENT_SECONDS, _PROBE_SECONDS, _PROBES)
         if driver:
@@ -116,29 +121,22 @@ class Channel:
 
         Raise ChannelError if the connection has ended, or the time is over.
         """
-        if seconds == math.inf:
-            return self._receive()
-        self._connection.settimeout(max(seconds, 0.001))
+        if seconds != math.inf:
+            self._connection.settimeout(max(seconds, 0.001))
         try:
-            return self._receive()
+            return _ended(self.frame())
+        except TimeoutError as error:
+            raise EndedError(f"the connection broke: {error}") from None
         finally:
-            self._connection.settimeout(None)
+            if seconds != math.inf:
+                self._connection.settimeout(None)
 
-    def _receive(self) -> Any:
-        frame = self.frame()
-        nbytes = next(frame)
-        while True:
-            try:
-                nbytes = frame.send(self._read(nbytes))
-            except StopIteration as end:
-                return end.value
-
-    def frame(self) -> Generator[int, bytearray, Any]:
-        """Return the next message; yield how many bytes to read, and take them."""
-        head = yield _HEAD_BYTES
+    def frame(self) -> Generator[None, None, Any]:
+        """Return the next message; yield where the connection does not block and has no more yet."""
+        head = yield from _read(self._connection, _HEAD_BYTES)
         length, digests = head[: _LENGTH.size], head[_LENGTH.size :]
         self._check(digests[:_DIGEST_BYTES], self._in.lower(), length)
-        content = yield _LENGTH.unpack(length)[0]
+        content = yield from _read(self._connection, _LENGTH.unpack(length)[0])
         self._check(digests[_DIGEST_BYTES:], self._in, content)
         self._received += 1
         return pickle.loads(content)
@@ -165,17 +163,34 @@ class Channel:
         digest.update(content)
         return digest.digest()
 
-    def _read(self, nbytes: int) -> bytearray:
-        content = bytearray()
-        while len(content) < nbytes:
-            try:
-                part = self._connection.recv(min(nbytes - len(content), 1 << 20))
-            except OSError as error:
-                raise EndedError(f"the connection broke: {error}") from None
-            if not part:
-                raise EndedError("the connection was closed")
-            content += part
-        return content
+
+def _read(connection: socket.socket, nbytes: int) -> Generator[None, None, bytearray]:
+    """Return so many bytes; yield where the connection does not block and has no more yet."""
+    content = bytearray()
+    while len(content) < nbytes:
+        try:
+            part = connection.recv(min(nbytes - len(content), 1 << 20))
+        except BlockingIOError:
+            yield
+            continue
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise EndedError(f"the connection broke: {error}") from None
+        if not part:
+            raise EndedError("the connection was closed")
+        content += part
+    return content
+
+
+def _ended(steps: Generator[None, None, T]) -> T:
+    """Return what the steps return, of a connection that blocks."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 Arrival = tuple[Channel, Any]
@@ -187,14 +202,14 @@ class _Handshake:
 
     def __init__(self, connection: socket.socket, key: bytes) -> None:
         self.connection, self.until = connection, time.monotonic() + HELLO_SECONDS
-        connection.setblocking(False)
-        self._steps, self._read = self._exchange(key), bytearray()
-        self._nbytes = next(self._steps)
+        self._steps = self._exchange(key)
 
-    def _exchange(self, key: bytes) -> Generator[int, bytearray, Arrival]:
+    def _exchange(self, key: bytes) -> Generator[None, None, Arrival]:
+        self.connection.setblocking(False)
         ours = secrets.token_bytes(NONCE_BYTES)
         self.connection.sendall(ours)
-        theirs = yield NONCE_BYTES
+        yield  # the rest waits for the other end
+        theirs = yield from _read(self.connection, NONCE_BYTES)
         channel = Channel(self.connection, key, ours + theirs, driver=True)
         hello = yield from channel.frame()
         self.connection.setblocking(True)
@@ -203,29 +218,26 @@ class _Handshake:
 
     def advance(self) -> Arrival | None:
         """Read what has arrived. Return the channel and its first message if it is complete."""
-        while True:
-            try:
-                part = self.connection.recv(min(self._nbytes - len(self._read), 1 << 20))
-            except BlockingIOError:
-                return None
-            if not part:
-                raise EndedError("the connection was closed")
-            self._read += part
-            if len(self._read) == self._nbytes:
-                content, self._read = self._read, bytearray()
-                try:
-                    self._nbytes = self._steps.send(content)
-                except StopIteration as end:
-                    arrival: Arrival = end.value
-                    return arrival
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            arrival: Arrival = end.value
+            return arrival
+        return None
+
+
+def listening(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens at an address of this node, by default on a port of the system's
+    choice."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, port), family=family, backlog=1024)
 
 
 class Listener:
     """The driver's end: a socket on ``host``. See the note on who may keep a rank waiting."""
 
     def __init__(self, host: str, port: int = 0, key: bytes | None = None) -> None:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._socket = socket.create_server((host, port), family=family, backlog=1024)
+        self._socket = listening(host, port)
         self._socket.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
@@ -264,13 +276,10 @@ class Listener:
             return
         if len(self._handshakes) == MOST_SILENT:
             self._drop(next(iter(self._handshakes)))
-        try:
-            handshake = _Handshake(connection, self.key)
-        except OSError:
-            connection.close()
-            return
+        handshake = _Handshake(connection, self.key)
         self._handshakes[handshake] = None
         self._selector.register(connection, selectors.EVENT_READ, handshake)
+        self._advance(handshake)  # sends our part of the nonce
 
     def _advance(self, handshake: _Handshake) -> Arrival | None:
         """Go on with a handshake, and forget it if it has ended, well or not."""
@@ -347,7 +356,8 @@ def _introduced(
     """Send the first message, and return the channel when it has been taken."""
     ours = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(ours)
-    channel = Channel(connection, key, _exactly(NONCE_BYTES, connection) + ours, driver=False)
+    theirs = _ended(_read(connection, NONCE_BYTES))
+    channel = Channel(connection, key, theirs + ours, driver=False)
     connection.settimeout(patience)
     channel.send(hello)
     channel.receive(math.inf if patience is None else patience)
@@ -358,17 +368,6 @@ def _end(connection: socket.socket) -> None:
     """Shut the connection down, so that both ends stop waiting."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-
-
-def _exactly(nbytes: int, connection: socket.socket) -> bytes:
-    """Read ``nbytes``. Raise ConnectionError if the connection ends before."""
-    found = b""
-    while len(found) < nbytes:
-        part = connection.recv(nbytes - len(found))
-        if not part:
-            raise ConnectionError("the other end closed the connection")
-        found += part
-    return found
 
 
 RESULT = "result"
@@ -487,42 +486,43 @@ OUTPUT = "output"
 """The kind of a rank's message that has lines of text."""
 
 
-class _Output(io.TextIOBase):
-    """A text stream that sends lines into the channel.
+class LineStream(io.TextIOBase):
+    """A text stream that hands its lines to ``tell``, and its text to ``before`` if ``also``.
 
-    Processes that are forked from this one, such as those of a DataLoader, write to ``before``
-    instead: a channel has only two ends.
+    Processes that are forked from this one, such as those of a DataLoader, write to ``before`` only:
+    a channel has only two ends.
     """
 
-    def __init__(self, channel: Channel, before: TextIO) -> None:
-        self._channel, self._before, self._line = channel, before, ""
+    def __init__(
+        self, tell: Callable[[list[str]], object], before: TextIO, also: bool = False
+    ) -> None:
+        super().__init__()
+        self.before, self._tell, self._also, self._line = before, tell, also, ""
         self._process = os.getpid()
 
     def writable(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
-        if os.getpid() != self._process:
-            return self._before.write(text)
-        *lines, self._line = (self._line + text).split("\n")
-        if lines:
-            self._send("\n".join(lines))
-        return len(text)
+        if os.getpid() == self._process:
+            *lines, self._line = (self._line + text).split("\n")
+            if lines:
+                self._tell(lines)
+        return self.before.write(text) if self._passes_on() else len(text)
 
     def flush(self) -> None:
-        """Do nothing, because lines are sent when they are complete. In a fork, flush ``before``."""
-        if os.getpid() != self._process:
-            self._before.flush()
+        """Flush ``before`` if text goes there; lines are told when they are complete."""
+        if self._passes_on():
+            self.before.flush()
 
     def rest(self) -> None:
-        """Send the unfinished line."""
+        """Tell the unfinished line."""
         line, self._line = self._line, ""
         if line:
-            self._send(line)
+            self._tell([line])
 
-    def _send(self, text: str) -> None:
-        with contextlib.suppress(ChannelError):
-            self._channel.send((OUTPUT, text))
+    def _passes_on(self) -> bool:
+        return self._also or os.getpid() != self._process
 
 
 @contextlib.contextmanager
@@ -534,6 +534,11 @@ def output_sent(channel: Channel | None) -> Iterator[Callable[[], None]]:
     if channel is None:
         yield lambda: None
         return
-    stream = _Output(channel, sys.stdout)
+
+    def send(lines: list[str]) -> None:
+        with contextlib.suppress(ChannelError):
+            channel.send((OUTPUT, "\n".join(lines)))
+
+    stream = LineStream(send, sys.stdout)
     with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
         yield stream.rest

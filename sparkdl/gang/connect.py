@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import logging
 import operator
 import pickle
@@ -40,49 +41,6 @@ from sparkdl.usercode import accompanied
 
 _at_work: set[tuple[str, str]] = set()
 """The gangs of this process whose tasks run: the id of the session and the tag of the query."""
-
-
-class QueryBegin:
-    """A listener that knows whether the tasks of a query run. Use it as a context manager.
-
-    Spark reports what has changed, in the thread that awaits the query, which creates the listener.
-    """
-
-    def __init__(self, session: Any, tag: str) -> None:
-        self._session, self._gang = session, (session.session_id, tag)
-        self._thread, self._idle_since = threading.get_ident(), time.monotonic()
-
-    @property
-    def begun(self) -> bool:
-        """Return whether tasks run."""
-        return self._gang in _at_work
-
-    def idle_seconds(self) -> float:
-        """Return for how long no task has run, of this query or another gang of this process.
-
-        A query may wait for such a gang for as long as that takes.
-        """
-        now = time.monotonic()
-        if any(session_id == self._gang[0] for session_id, _ in list(_at_work)):
-            self._idle_since = now
-        return now - self._idle_since
-
-    def _hear(self, *, inflight_tasks: int, **others: Any) -> None:
-        if threading.get_ident() != self._thread:  # another query of the session
-            return
-        if inflight_tasks:
-            _at_work.add(self._gang)
-        elif self.begun:
-            _at_work.discard(self._gang)
-            self._idle_since = time.monotonic()
-
-    def __enter__(self) -> QueryBegin:
-        self._session.registerProgressHandler(self._hear)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._session.removeProgressHandler(self._hear)
-        _at_work.discard(self._gang)
 
 
 logger = logging.getLogger("sparkdl")
@@ -134,16 +92,10 @@ def slots_of(session: Any, profile: ResourceProfile | None = None) -> int:
     Spark makes a range of as many partitions as there are cores. Of other resources than cores it
     tells nothing.
     """
-    hosts, cores = _hosts_and_slots(session, _MANY)
-    _seen[session.session_id] = Nodes(cores, hosts)
-    return _slots(session, cores, profile)
-
-
-def _hosts_and_slots(session: Any, rows: int) -> tuple[tuple[str, ...], int]:
-    """Return the addresses of nodes that run tasks of a range, and the number of its partitions."""
-    found = session.range(rows).mapInArrow(_names_of_node(), "part int, names string").toArrow()
+    found = session.range(_MANY).mapInArrow(_names_of_node(), "part int, names string").toArrow()
     names = [name for text in found.column("names").to_pylist() for name in text.split()]
-    return tuple(dict.fromkeys(names)), found.num_rows
+    _seen[session.session_id] = Nodes(found.num_rows, tuple(dict.fromkeys(names)))
+    return _slots(session, found.num_rows, profile)
 
 
 def _names_of_node() -> Callable[[Any], Any]:
@@ -310,7 +262,9 @@ def _collected(query: Any) -> Any:
 def in_tasks(session: Any, call: Callable[[int], Any], numbers: range) -> list[Any]:
     """Return what ``call`` returns for each number, in a task of its own. Raise its SparkdlError."""
     frame = session.range(numbers.start, numbers.stop, 1, len(numbers))
-    table = frame.mapInArrow(accompanied(_Call(call)), "number long, data binary").toArrow()
+    table = frame.mapInArrow(
+        accompanied(functools.partial(_called, call)), "number long, data binary"
+    ).toArrow()
     rows = sorted(table.to_pylist(), key=operator.itemgetter("number"))
     results = [pickle.loads(row["data"]) for row in rows]
     for error in (one for one in results if isinstance(one, SparkdlError)):
@@ -318,34 +272,49 @@ def in_tasks(session: Any, call: Callable[[int], Any], numbers: range) -> list[A
     return results
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The task of :func:`in_tasks`."""
-
-    call: Callable[[int], Any]
-
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for number in (one for batch in batches for one in batch.column(0).to_pylist()):
-            try:
-                result = self.call(number)
-            except SparkdlError as error:
-                result = error
-            row = [pa.array([number]), pa.array([pickle.dumps(result)])]
-            yield pa.RecordBatch.from_arrays(row, names=["number", "data"])
-        finish_task()
+def _called(
+    call: Callable[[int], Any], batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Run as the task of :func:`in_tasks`."""
+    for number in (one for batch in batches for one in batch.column(0).to_pylist()):
+        try:
+            result = call(number)
+        except SparkdlError as error:
+            result = error
+        row = [pa.array([number]), pa.array([pickle.dumps(result)])]
+        yield pa.RecordBatch.from_arrays(row, names=["number", "data"])
+    finish_task()
 
 
 @contextlib.contextmanager
 def _watched(session: Any, tag: str, ranks: int, follower: Follower | None) -> Iterator[None]:
-    """Interrupt the query of the block if Spark does not begin with it, and follow it."""
-    over, silent = threading.Event(), threading.Event()
+    """Interrupt the query of the block if Spark does not begin with it, and follow it.
 
-    def watch(begin: QueryBegin) -> None:
+    Spark reports what has changed in the thread that awaits the query, which is this one. A query may
+    wait for another gang of this process for as long as that takes.
+    """
+    over, silent, gang = threading.Event(), threading.Event(), (session.session_id, tag)
+    awaiting, idle_since = threading.get_ident(), time.monotonic()
+
+    def hear(*, inflight_tasks: int, **others: Any) -> None:
+        nonlocal idle_since
+        if threading.get_ident() != awaiting:  # another query of the session
+            return
+        if inflight_tasks:
+            _at_work.add(gang)
+        elif gang in _at_work:
+            _at_work.discard(gang)
+            idle_since = time.monotonic()
+
+    def watch() -> None:
+        nonlocal idle_since
         began = told = asked = time.monotonic()
         pause = ASK_SECONDS
         while not over.wait(0.1):
             now = time.monotonic()
-            if begin.idle_seconds() > SILENT_SECONDS:
+            if any(session_id == gang[0] for session_id, _ in list(_at_work)):
+                idle_since = now
+            if now - idle_since > SILENT_SECONDS:
                 silent.set()
                 with contextlib.suppress(PySparkException):  # again, until the query has ended
                     session.interruptTag(tag)
@@ -365,22 +334,24 @@ def _watched(session: Any, tag: str, ranks: int, follower: Follower | None) -> I
                 pause = ASK_SECONDS if answered else min(15.0, pause * 1.2)
             if now - told >= NEWS_SECONDS:
                 told = now
-                follower.waiting(now - began, begin.begun)
+                follower.waiting(now - began, gang in _at_work)
 
-    with QueryBegin(session, tag) as begin:
-        thread = threading.Thread(target=watch, args=(begin,), name="sparkdl-query", daemon=True)
-        thread.start()
-        try:
-            yield
-        except Exception:
-            if silent.is_set():
-                raise SessionError(
-                    f"Spark did not begin with the gang's {counted(ranks, 'task')} in "
-                    f"{SILENT_SECONDS:.0f} s: it needs {counted(ranks, 'task slot')} at once, and this "
-                    "session seems to have fewer, or others use them (also the fit of a client that "
-                    "went away, for some minutes). Ask for fewer ranks, or for more executors or cores."
-                ) from None
-            raise
-        finally:
-            over.set()
-            thread.join()
+    session.registerProgressHandler(hear)
+    thread = threading.Thread(target=watch, name="sparkdl-query", daemon=True)
+    thread.start()
+    try:
+        yield
+    except Exception:
+        if silent.is_set():
+            raise SessionError(
+                f"Spark did not begin with the gang's {counted(ranks, 'task')} in "
+                f"{SILENT_SECONDS:.0f} s: it needs {counted(ranks, 'task slot')} at once, and this "
+                "session seems to have fewer, or others use them (also the fit of a client that "
+                "went away, for some minutes). Ask for fewer ranks, or for more executors or cores."
+            ) from None
+        raise
+    finally:
+        over.set()
+        thread.join()
+        session.removeProgressHandler(hear)
+        _at_work.discard(gang)

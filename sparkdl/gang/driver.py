@@ -21,17 +21,17 @@ from pyspark.resource import ResourceProfile
 from sparkdl.errors import ParameterError, SparkdlError, StalledError, StateLostError, TrainingError
 from sparkdl.gang.channel import Listener
 from sparkdl.gang.oversubscribe import (
-    DescribeTask,
     HostedRank,
     Oversubscription,
-    PackRecords,
-    StartRankProcesses,
     assign_ranks,
+    describe_task,
     ended,
     gpus_shared_out,
+    pack_records,
+    start_rank_processes,
 )
 from sparkdl.gang.process_group import Where, form_group
-from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks, StartableGroup
+from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks, StartableGroup, named_ranks
 from sparkdl.gang.rank_task import Rendezvous
 from sparkdl.gang.slots import SLOT_SECONDS, check_slots, slots_now, with_profile
 from sparkdl.spark.executors import own_properties
@@ -196,9 +196,10 @@ class Gang(StartableGroup):
         while self._ranks is None:
             self.tasks = self._slots(again, deadline)
             if self.tasks == self.size:
-                self._ranks = self._gather(deadline)
+                come = self._come(self._source, self.size, self._meeting, deadline)
             else:
-                self._ranks = self._gather_hosted(deadline)
+                come = self._gather_hosted(deadline)
+            self._ranks = None if come is None else ConnectedRanks(come, self._timeout)
             again = True
         joining = functools.partial(self.call, doing="joining the process group")
         self.where = form_group(joining, self._timeout or YEAR_SECONDS)
@@ -222,12 +223,7 @@ class Gang(StartableGroup):
                 "slots do the work: min_ranks says how few."
             ) from None
 
-    def _gather(self, deadline: float) -> ConnectedRanks | None:
-        """Start each rank as a task. Return None if the stage must be submitted again."""
-        come = self._come(self._source, self.size, self._meeting, deadline)
-        return None if come is None else ConnectedRanks(come, self._timeout)
-
-    def _gather_hosted(self, deadline: float) -> ConnectedRanks | None:
+    def _gather_hosted(self, deadline: float) -> ArrivedRanks | None:
         """Start the ranks as processes of fewer tasks.
 
         Return None if the stage must be submitted again.
@@ -243,20 +239,17 @@ class Gang(StartableGroup):
         if come is None:
             return None
         self._hosts = ConnectedRanks(come, self._timeout, noun="task")
-        look = DescribeTask(self._hosting.node_here, self._device)
+        look = functools.partial(describe_task, self._hosting.node_here, self._device)
         places = self._hosts.call(look, doing)
         shares = assign_ranks([node_of(own) for own in frames], [place.node for place in places])
         gpus = gpus_shared_out(places, shares)
         self._meeting = replace(self._meeting, job=self._meeting.job + 1)
-        hosted = [
-            tuple(HostedRank(rank, gpus[rank], frames[rank]) for rank in share) for share in shares
-        ]
-        self._hosts.call_each(
-            [StartRankProcesses(self._meeting.job, self.size, own) for own in hosted], doing
-        )
+        begin = functools.partial(start_rank_processes, self._meeting.job, self.size)
+        hosted = [[HostedRank(rank, gpus[rank], frames[rank]) for rank in own] for own in shares]
+        self._hosts.call_each([functools.partial(begin, own) for own in hosted], doing)
         arrivals = ArrivedRanks(self._meeting.job, self.size)
         self._await(arrivals, deadline, self._check_processes)
-        return ConnectedRanks(arrivals, self._timeout)
+        return arrivals
 
     def _records(self) -> list[list[Any]]:
         """Return the records of each partition. Spark computes them again if they are lost."""
@@ -264,7 +257,7 @@ class Gang(StartableGroup):
             with stage_name(self._context, "find the samples"):
                 return [
                     pickle.loads(frame)
-                    for frame in collect_and_forget(map_frames(self._source, PackRecords()))
+                    for frame in collect_and_forget(map_frames(self._source, pack_records))
                 ]
         except (Py4JError, PySparkException) as error:
             raise not_together(error) from None
@@ -298,7 +291,12 @@ class Gang(StartableGroup):
                 elif not check():
                     return
                 elif time.monotonic() > deadline:
-                    self._raise_late(arrivals)
+                    late = named_ranks(arrivals.missing)
+                    self.close()
+                    raise StalledError(
+                        f"the gang did not come together in {self._timeout:g} s: {late} of {self.size} "
+                        "did not come."
+                    )
         except SparkdlError:
             arrivals.disconnect()
             self.leave()
@@ -325,15 +323,6 @@ class Gang(StartableGroup):
                     "it has to say of it is in its executor's log, stderr."
                 )
         return True
-
-    def _raise_late(self, arrivals: ArrivedRanks) -> None:
-        missing = arrivals.missing
-        self.close()
-        raise StalledError(
-            f"the gang did not come together in {self._timeout:g} s: "
-            f"rank{'s' * (len(missing) > 1)} "
-            f"{', '.join(map(str, missing))} of {self.size} did not come."
-        )
 
     def answers(self, doing: str) -> tuple[list[Any], float]:
         assert self._ranks is not None

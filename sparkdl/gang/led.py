@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import pyarrow as pa
 from pyspark import BarrierTaskContext, cloudpickle
@@ -44,13 +44,12 @@ from sparkdl.errors import (
     TrainingError,
     UserError,
 )
-from sparkdl.gang.channel import Listener, connect
+from sparkdl.gang.channel import LineStream, Listener, connect, listening
 from sparkdl.gang.process_group import Where, form_group
-from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks, StartableGroup
+from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks, StartableGroup, named_ranks
 from sparkdl.gang.rank_task import (
     Command,
     Failure,
-    Introduction,
     RankContext,
     Rendezvous,
     describe_failure,
@@ -79,9 +78,9 @@ class LedRanks(ConnectedRanks):
         self._commands: deque[bytes] = deque()
         self._failed: dict[int, Failure] = {}
 
-    def _send(self, contents: Sequence[list[bytes]]) -> None:
+    def send_pickled(self, contents: Sequence[list[bytes]]) -> None:
         self._commands.extend(contents[0])
-        super()._send(contents)
+        super().send_pickled(contents)
 
     def _await(self, doing: str, failed: Any = None) -> None:
         """Run the next command of rank 0, then await the others."""
@@ -108,7 +107,7 @@ class LedRanks(ConnectedRanks):
     def _printed(self) -> Iterator[None]:
         """Print what is printed in the block as that of rank 0, or else as that of any task."""
         if not self._output:
-            with contextlib.redirect_stdout(getattr(sys.stdout, "also", sys.stdout)):
+            with contextlib.redirect_stdout(getattr(sys.stdout, "before", sys.stdout)):
                 yield
             return
         text = io.StringIO()
@@ -204,7 +203,7 @@ class LedGang(StartableGroup):
         self._ranks = LedRanks(arrivals, self._timeout, self._own, self._output)
         joining = functools.partial(self.call, doing="joining the process group")
         doors = joining(_open_door)
-        for rank, missed in enumerate(joining(_Knock(tuple(doors)))):
+        for rank, missed in enumerate(joining(functools.partial(_knock, doors))):
             if missed:
                 self.close()
                 raise unreached(missed, f"rank {rank} at {doors[rank][0]}")
@@ -233,8 +232,8 @@ class LedGang(StartableGroup):
 def unreached(ranks: Sequence[int], where: str) -> SessionError:
     """Return the error to raise if ranks cannot reach one of them."""
     return SessionError(
-        f"{_named(ranks)} could not reach {where} within {REACH_SECONDS:.0f} s. The executors of a "
-        "gang exchange data by TCP, on ports that the system chooses: this compute must allow "
+        f"{named_ranks(ranks)} could not reach {where} within {REACH_SECONDS:.0f} s. The executors of "
+        "a gang exchange data by TCP, on ports that the system chooses: this compute must allow "
         "connections between its executors. If it does, a process was stopped for that long: try again."
     )
 
@@ -242,38 +241,27 @@ def unreached(ranks: Sequence[int], where: str) -> SessionError:
 def silent(ranks: Sequence[int], where: str) -> StateLostError:
     """Return the error to raise if ranks have connected to ``where``, but say nothing."""
     return StateLostError(
-        f"{where} heard nothing from {_named(ranks)}, though somebody connected to it: a process was "
-        "stopped, or its node lacks memory or processor time."
+        f"{where} heard nothing from {named_ranks(ranks)}, though somebody connected to it: a "
+        "process was stopped, or its node lacks memory or processor time."
     )
 
 
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
 def _open_door(member: RankContext) -> tuple[str, int]:
-    """Listen on a port until the rank ends, for :class:`_Knock`; return address and port."""
-    family = socket.getaddrinfo(member.address, 0, type=socket.SOCK_STREAM)[0][0]
-    door = socket.create_server((member.address, 0), family=family, backlog=1024)
-    member.kept["door"] = member.at_end.enter_context(door)
+    """Listen on a port until the rank ends, for :func:`_knock`; return address and port."""
+    member.kept["door"] = door = member.at_end.enter_context(listening(member.address))
     return member.address, int(door.getsockname()[1])
 
 
-@dataclass(frozen=True)
-class _Knock:
-    """The command that returns the ranks which this one cannot reach; ``doors`` are those of all."""
-
-    doors: tuple[tuple[str, int], ...]
-
-    def __call__(self, member: RankContext) -> list[int]:
-        missed, until = [], time.monotonic() + REACH_SECONDS
-        for rank, door in enumerate(self.doors):
-            try:
-                left = max(1.0, until - time.monotonic())
-                socket.create_connection(door, timeout=left).close()
-            except OSError:
-                missed.append(rank)
-        return missed
+def _knock(doors: Sequence[tuple[str, int]], member: RankContext) -> list[int]:
+    """Return the ranks that this one cannot reach; ``doors`` are those of all."""
+    missed, until = [], time.monotonic() + REACH_SECONDS
+    for rank, door in enumerate(doors):
+        try:
+            left = max(1.0, until - time.monotonic())
+            socket.create_connection(door, timeout=left).close()
+        except OSError:
+            missed.append(rank)
+    return missed
 
 
 SCHEMA = "kind string, part int, data binary"
@@ -311,8 +299,8 @@ class LedTask:
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         context = BarrierTaskContext.get()
-        infos, rank = context.getTaskInfos(), context.partitionId()
-        address = infos[rank].address.rpartition(":")[0]
+        rank = context.partitionId()
+        address = context.getTaskInfos()[rank].address.rpartition(":")[0]
         problem: SparkdlError | None = None
         try:
             frames = self.work.begin(batches)
@@ -331,19 +319,15 @@ class LedTask:
                 every = [frames for frames, _, _ in told]
                 yield from self._lead(context, meeting, listener, every, problems)
             elif not problems:
-                self._follow(context, meeting, frames, len(infos))
+                self._follow(context, meeting, frames)
         finally:
             self.work.end()
         give_back()
         finish_task()
 
-    def _follow(
-        self, context: BarrierTaskContext, meeting: Rendezvous, frames: list[Any], ranks: int
-    ) -> None:
+    def _follow(self, context: BarrierTaskContext, meeting: Rendezvous, frames: list[Any]) -> None:
         """Run the commands of rank 0."""
-        hello = Introduction(
-            context.partitionId(), JOB, context.taskAttemptId(), ranks, socket.gethostname()
-        )
+        hello = meeting.introduction_of(context)
         try:
             channel = connect(meeting.host, meeting.port, meeting.key, hello, REACH_SECONDS)
         except OSError:  # rank 0 says who has not come
@@ -361,7 +345,9 @@ class LedTask:
         """Lead the other ranks, and yield the rows of the results."""
         rows: list[tuple[str, bytes]] = []
         with _logged() as log, contextlib.ExitStack() as block:
-            block.enter_context(contextlib.redirect_stdout(PrintedLines(log, sys.stdout)))
+            tell = functools.partial(_printed_to, log)
+            lines = LineStream(tell, sys.stdout, also=True)
+            block.enter_context(contextlib.redirect_stdout(lines))
             try:
                 if problems:
                     raise problems[0]
@@ -391,20 +377,8 @@ def _row(kind: str, part: int, data: bytes) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(row, names=["kind", "part", "data"])
 
 
-class PrintedLines(io.TextIOBase):
-    """A standard output that adds complete lines to a log, and passes everything on."""
-
-    def __init__(self, log: list[tuple[int, str]], also: TextIO) -> None:
-        super().__init__()
-        self.also, self._log, self._rest = also, log, ""
-
-    def write(self, text: str) -> int:
-        *lines, self._rest = (self._rest + text).split("\n")
-        self._log.extend((PRINTED, line) for line in lines)
-        return self.also.write(text)
-
-    def flush(self) -> None:
-        self.also.flush()
+def _printed_to(log: list[tuple[int, str]], lines: Sequence[str]) -> None:
+    log.extend((PRINTED, line) for line in lines)
 
 
 class _Kept(logging.Handler):

@@ -32,8 +32,8 @@ from pyspark import BarrierTaskContext, cloudpickle
 
 from sparkdl.errors import SessionError
 from sparkdl.gang.channel import END_SECONDS
-from sparkdl.gang.rank_task import Introduction, RankContext, Rendezvous, gpus_here
-from sparkdl.spark.device import Gpu, use_gpu
+from sparkdl.gang.rank_task import Introduction, RankContext, Rendezvous
+from sparkdl.spark.device import Gpu, gpus_here, use_gpu
 
 MODULE = "sparkdl.gang.process"
 STOP_SECONDS = END_SECONDS + 1.0
@@ -49,12 +49,9 @@ class Oversubscription:
     node_here: Callable[[], str]
 
 
-@dataclass(frozen=True)
-class PackRecords:
-    """The body of an ordinary job's tasks, which returns the records of a partition as one frame."""
-
-    def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[bytes]:
-        yield pickle.dumps(list(records))
+def pack_records(partition: int, records: Iterable[Any]) -> Iterator[bytes]:
+    """Run as the body of an ordinary job's tasks: yield the records of a partition as one frame."""
+    yield pickle.dumps(list(records))
 
 
 @dataclass(frozen=True)
@@ -66,75 +63,50 @@ class HostedRank:
     frames: list[Any]
 
 
-@dataclass(frozen=True)
-class DescribeTask:
-    """The command that returns the location of a task.
-
-    ``device`` is the kind of device of its ranks, as in :class:`Rendezvous`.
-    """
-
-    node_here: Callable[[], str]
-    device: str
-
-    def __call__(self, member: RankContext) -> TaskLocation:
-        node = self.node_here()
-        gpus, assigned = gpus_here(self.device, BarrierTaskContext.get())
-        return TaskLocation(node, member.address, tuple(gpus), assigned and bool(gpus))
+def describe_task(node_here: Callable[[], str], device: str, member: RankContext) -> TaskLocation:
+    """Run as a command: return the location of a task; ``device`` is as in :class:`Rendezvous`."""
+    node = node_here()
+    gpus, assigned = gpus_here(device, BarrierTaskContext.get())
+    return TaskLocation(node, member.address, tuple(gpus), assigned and bool(gpus))
 
 
-@dataclass(frozen=True)
-class StartRankProcesses:
-    """The command that starts the processes of these ranks, which run until the task ends.
+def start_rank_processes(
+    job: int, size: int, ranks: Sequence[HostedRank], member: RankContext
+) -> None:
+    """Run as a command: start the processes of these of ``size`` ranks, which run until the task ends.
 
     The command does not carry the key that they need; it is that of the task.
     """
-
-    job: int
-    size: int  # of all ranks
-    ranks: tuple[HostedRank, ...]
-
-    def __call__(self, member: RankContext) -> None:
-        assert member.meeting is not None
-        meeting = replace(member.meeting, job=self.job)
-        processes: dict[int, subprocess.Popen[bytes]] = {}
-        member.kept["processes"] = processes
-        member.at_end.callback(_end, processes)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        for hosted in self.ranks:
-            processes[hosted.rank] = subprocess.Popen(
-                [sys.executable, "-m", MODULE], stdin=subprocess.PIPE, env=environment
-            )
-        task = BarrierTaskContext.get().taskAttemptId()  # type: ignore[no-untyped-call]
-        for hosted in self.ranks:
-            hello = Introduction(hosted.rank, self.job, task, self.size, socket.gethostname())
-            part = RunHostedRank(meeting, hello, member.address, hosted)
-            stream = processes[hosted.rank].stdin
-            assert stream is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended already, see ended
-                stream.write(cloudpickle.dumps(part))
-                stream.flush()
-
-
-@dataclass(frozen=True)
-class RunHostedRank:
-    """The instructions that a rank's process gets from its task."""
-
-    meeting: Rendezvous
-    hello: Introduction
-    address: str
-    hosted: HostedRank
-
-    def __call__(self) -> None:
-        self.meeting.serve(self.hello, self._member)
-
-    def _member(self, at_end: contextlib.ExitStack) -> RankContext:
-        device = torch.device("cpu")
-        if self.hosted.gpu is not None:
-            device = use_gpu(self.hosted.gpu)
-        hello = self.hello
-        return RankContext(
-            hello.rank, hello.ranks, self.address, device, self.hosted.frames, at_end
+    assert member.meeting is not None
+    meeting = replace(member.meeting, job=job)
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    member.kept["processes"] = processes
+    member.at_end.callback(_end, processes)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for hosted in ranks:
+        processes[hosted.rank] = subprocess.Popen(
+            [sys.executable, "-m", MODULE], stdin=subprocess.PIPE, env=environment
         )
+    task = BarrierTaskContext.get().taskAttemptId()  # type: ignore[no-untyped-call]
+    for hosted in ranks:
+        hello = Introduction(hosted.rank, job, task, size, socket.gethostname())
+        stream = processes[hosted.rank].stdin
+        assert stream is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, see ended
+            stream.write(cloudpickle.dumps((meeting, hello, member.address, hosted)))
+            stream.flush()
+
+
+def run_hosted_rank(
+    meeting: Rendezvous, hello: Introduction, address: str, hosted: HostedRank
+) -> None:
+    """Be a rank until it ends, in a process of its own, as its task says."""
+
+    def member(at_end: contextlib.ExitStack) -> RankContext:
+        device = torch.device("cpu") if hosted.gpu is None else use_gpu(hosted.gpu)
+        return RankContext(hosted.rank, hello.ranks, address, device, hosted.frames, at_end)
+
+    meeting.serve(hello, member)
 
 
 def ended(member: RankContext) -> dict[int, int]:

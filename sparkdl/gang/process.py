@@ -11,15 +11,15 @@ import pickle
 import sys
 import threading
 
-from sparkdl.gang.oversubscribe import RunHostedRank
+from sparkdl.gang.oversubscribe import run_hosted_rank
 from sparkdl.gang.process_group import let_go_of_folders
 
 
 def main() -> None:
     """Run as a rank until the rank or its task ends."""
-    part: RunHostedRank = pickle.load(sys.stdin.buffer)
+    part = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_task, name="sparkdl-task", daemon=True).start()
-    part()
+    run_hosted_rank(*part)
 
 
 def _end_with_task() -> None:

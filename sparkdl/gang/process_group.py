@@ -42,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.collectives.parameter_server import abandon_all
 from sparkdl.errors import SessionError
+from sparkdl.gang.channel import listening
 from sparkdl.gang.rank_task import Command, RankContext
 from sparkdl.process.system import address_call
 from sparkdl.slab.root import marked_directory
@@ -110,19 +111,10 @@ LEFT_AS_THEY_ARE = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "
 """The values that torchrun sets unless the variables are set already."""
 
 
-@dataclass(frozen=True)
-class Announce:
-    """The command that sets the variables until the rank ends.
-
-    ``told`` has the variables of each rank.
-    """
-
-    told: Sequence[Mapping[str, str]]
-
-    def __call__(self, member: RankContext) -> None:
-        own = self.told[member.rank]
-        said = {**LEFT_AS_THEY_ARE, **os.environ}
-        say(member.at_end, {**{key: said[key] for key in LEFT_AS_THEY_ARE}, **own})
+def announce(told: Sequence[Mapping[str, str]], member: RankContext) -> None:
+    """Set the variables, those of each rank in ``told``, until the rank ends."""
+    said = {**LEFT_AS_THEY_ARE, **os.environ}
+    say(member.at_end, {**{key: said[key] for key in LEFT_AS_THEY_ARE}, **told[member.rank]})
 
 
 def tell_of_other_gpu(member: RankContext) -> None:
@@ -189,39 +181,26 @@ def form_group(call: Call, seconds: float) -> list[Where]:
     """
     folder = call(offer_folder)[0]
     if all(call(functools.partial(sees, folder))):
-        store: Store = FileStore(os.path.join(folder, "store"))
+        store: Store = os.path.join(folder, "store")
     else:
-        store = NetworkStore(*call(functools.partial(listen, seconds))[0])
+        store = call(functools.partial(listen, seconds))[0]
     ranks = call(where)
-    call(Announce(variables(ranks, os.path.basename(folder))))
+    call(functools.partial(announce, variables(ranks, os.path.basename(folder))))
     alone = len(gpus_of_ranks(ranks)) == len(ranks)
     call(functools.partial(join, store, seconds, "cpu:gloo,cuda:nccl" if alone else "gloo"))
     return ranks
 
 
-@dataclass(frozen=True)
-class FileStore:
-    """A torch store in a file."""
-
-    path: str
-
-    def open(self, member: RankContext, timeout: datetime.timedelta) -> dist.Store:
-        return dist.FileStore(self.path, member.size)
+Store = str | tuple[str, int]
+"""torch's store: a file, or host and port at which rank 0 serves it."""
 
 
-@dataclass(frozen=True)
-class NetworkStore:
-    """A torch store that rank 0 serves."""
-
-    host: str
-    port: int
-
-    def open(self, member: RankContext, timeout: datetime.timedelta) -> dist.Store:
-        served = member.kept.pop("store", None)
-        return served or dist.TCPStore(self.host, self.port, None, False, timeout)
-
-
-Store = FileStore | NetworkStore
+def open_store(store: Store, member: RankContext, timeout: datetime.timedelta) -> dist.Store:
+    """Return a rank's end of the store."""
+    if isinstance(store, str):
+        return dist.FileStore(store, member.size)
+    served = member.kept.pop("store", None)
+    return served or dist.TCPStore(*store, None, False, timeout)
 
 
 LET_GO_SECONDS = 1.0
@@ -287,9 +266,8 @@ def listen(seconds: float, member: RankContext) -> tuple[str, int] | None:
     """Serve torch's store on rank 0, and return its host and port."""
     if member.rank > 0:
         return None
-    family = socket.getaddrinfo(member.address, 0, type=socket.SOCK_STREAM)[0][0]
-    listening = socket.create_server((member.address, 0), family=family, backlog=1024)
-    port = listening.getsockname()[1]
+    door = listening(member.address)
+    port = int(door.getsockname()[1])
     member.kept["store"] = dist.TCPStore(
         member.address,
         port,
@@ -297,7 +275,7 @@ def listen(seconds: float, member: RankContext) -> tuple[str, int] | None:
         True,
         datetime.timedelta(seconds=seconds),
         wait_for_workers=False,
-        master_listen_fd=listening.detach(),
+        master_listen_fd=door.detach(),
     )
     return member.address, port
 
@@ -324,7 +302,7 @@ def join(store: Store, seconds: float, backend: str, member: RankContext) -> Non
     timeout = datetime.timedelta(seconds=seconds)
     dist.init_process_group(
         backend,
-        store=store.open(member, timeout),
+        store=open_store(store, member, timeout),
         rank=member.rank,
         world_size=member.size,
         timeout=timeout,

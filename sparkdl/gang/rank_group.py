@@ -31,16 +31,22 @@ GRACE_SECONDS = 2.0
 class RankGroup(ABC):
     """Ranks that run commands, each command on all of them at once."""
 
-    @abstractmethod
-    def send_each(self, commands: Iterable[Command]) -> None:
-        """Send one command to each rank, in rank order. :meth:`answers` returns the results."""
+    size: int
 
     @abstractmethod
+    def send_pickled(self, contents: Sequence[list[bytes]]) -> None:
+        """Send some pickled commands to each rank, in rank order."""
+
+    def send_each(self, commands: Iterable[Command]) -> None:
+        """Send one command to each rank, in rank order. :meth:`answers` returns the results."""
+        self.send_pickled([[cloudpickle.dumps(command)] for command in commands])
+
     def send(self, commands: Sequence[Command]) -> None:
         """Send commands, which every rank runs in order, after earlier ones.
 
         Each call of :meth:`answers` returns the results of one command.
         """
+        self.send_pickled([[cloudpickle.dumps(command) for command in commands]] * self.size)
 
     @abstractmethod
     def answers(self, doing: str) -> tuple[list[Any], float]:
@@ -68,19 +74,14 @@ class RankGroup(ABC):
 class StartableGroup(RankGroup):
     """Ranks that are started when they are needed."""
 
-    size: int
     tasks: int  # the number of tasks that they are
     ahead: bool  # commands may be sent before earlier results are there
     _ranks: RankGroup | None
     """The ranks, once they have been started."""
 
-    def send_each(self, commands: Iterable[Command]) -> None:
+    def send_pickled(self, contents: Sequence[list[bytes]]) -> None:
         assert self._ranks is not None
-        self._ranks.send_each(commands)
-
-    def send(self, commands: Sequence[Command]) -> None:
-        assert self._ranks is not None
-        self._ranks.send(commands)
+        self._ranks.send_pickled(contents)
 
     @property
     @abstractmethod
@@ -113,27 +114,20 @@ class ConnectedRanks(RankGroup):
             if timeout is not None:
                 channel.bound_sends(timeout)
 
-    def send_each(self, commands: Iterable[Command]) -> None:
-        self._send([[cloudpickle.dumps(command)] for command in commands])
-
-    def send(self, commands: Sequence[Command]) -> None:
-        self._send([[cloudpickle.dumps(command) for command in commands]] * self.size)
-
     def answers(self, doing: str) -> tuple[list[Any], float]:
         self._await(doing)
         contents, ended = zip(*(told.popleft() for told in self._told.values()), strict=True)
         return [cloudpickle.loads(content) for content in contents], max(ended)
 
+    def send_pickled(self, contents: Sequence[list[bytes]]) -> None:
+        for rank, channel in self._channels.items():
+            with contextlib.suppress(ChannelError):  # the rank is gone; it may have sent the reason
+                channel.send(contents[rank])
+
     def close(self) -> None:
         """Close the connections, which ends the ranks."""
         for channel in self._channels.values():
             channel.close()
-
-    def _send(self, contents: Sequence[list[bytes]]) -> None:
-        """Send some commands to each rank."""
-        for rank, channel in self._channels.items():
-            with contextlib.suppress(ChannelError):  # the rank is gone; it may have sent the reason
-                channel.send(contents[rank])
 
     def _await(self, doing: str, failed: Mapping[int, Failure] = MappingProxyType({})) -> None:
         """Wait for the next result of every rank. ``failed`` has failures that are known already."""
@@ -220,6 +214,11 @@ class ConnectedRanks(RankGroup):
     def _print(self, rank: int, text: str) -> None:
         for line in text.split("\n"):
             print_escaped(f"[rank {rank}] {line}")
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return the numbers of ranks for a message."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 class ArrivedRanks:

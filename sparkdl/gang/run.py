@@ -99,11 +99,19 @@ def run(
     if timeout is not None and not (is_number(timeout) and timeout > 0):
         raise ParameterError(f"timeout = {shown(timeout)}: give a number of seconds, or None.")
     session, name = _connected(spark), getattr(fn, "__name__", type(fn).__name__)
-    call = _pickled_call(name, fn, args, kwargs)
+    remedy = "Open files, locks and sessions inside it."
+    with pickling(f"{name}, or an argument of it,", remedy):
+        call: bytes = cloudpickle.dumps(accompanied((fn, args, kwargs)))
     if session is not None:
         check_running(session)
         work = _LedCall(name, sent_bytes(call, "call", session), ranks is None)
-        return _run_led(session, work, ranks, device, timeout, output, resource_profile)
+        with end_of_session_explained(session), faults_explained(name):
+            count = ranks or slots_of(session, resource_profile)
+            check_slots_of(session, count, resource_profile)
+            task = LedTask(work, device, timeout, output)
+            found = run_led(session.range(0, count, 1, count), task, count, resource_profile)
+        results: list[Any] = cloudpickle.loads(found[RESULT])
+        return results
     context = _context_of(spark)
     count = ranks or task_slots(context, resource_profile)
     if ranks is None and device != "cpu" and is_local(context):
@@ -169,33 +177,6 @@ class _LedCall:
 
     def end(self) -> None:
         pass
-
-
-def _run_led(
-    session: Any,
-    work: _LedCall,
-    ranks: int | None,
-    device: str,
-    timeout: float | None,
-    output: bool,
-    profile: ResourceProfile | None,
-) -> list[Any]:
-    """Run ``work`` in a session of Spark Connect; see :func:`run`."""
-    with end_of_session_explained(session), faults_explained(work.name):
-        count = ranks or slots_of(session, profile)
-        check_slots_of(session, count, profile)
-        task = LedTask(work, device, timeout, output)
-        found = run_led(session.range(0, count, 1, count), task, count, profile)
-    results: list[Any] = cloudpickle.loads(found[RESULT])
-    return results
-
-
-def _pickled_call(name: str, fn: Any, args: Any, kwargs: Any) -> bytes:
-    """Return a call as bytes. Raises ParameterError if it cannot be pickled."""
-    what, remedy = f"{name}, or an argument of it,", "Open files, locks and sessions inside it."
-    with pickling(what, remedy):
-        call: bytes = cloudpickle.dumps(accompanied((fn, args, kwargs)))
-    return call
 
 
 def _call(call: bytes, member: RankContext) -> Any:

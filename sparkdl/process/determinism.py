@@ -17,6 +17,7 @@ import random
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -203,6 +204,7 @@ _FLAGS = (
     "cuda.matmul.allow_bf16_reduced_precision_reduction",
     "mkldnn.enabled",
 )
+_OLD_PRECISIONS = ("matmul precision", "cudnn.allow_tf32")
 _PRECISIONS = tuple(
     f"{part}fp32_precision"
     for part in (
@@ -226,20 +228,11 @@ class Numerics:
     @staticmethod
     def here() -> Numerics:
         """Return the present settings of this process."""
-        found: dict[str, Any] = {
-            "default dtype": torch.get_default_dtype(),
-            "deterministic": (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
-        }
         try:
-            found["matmul precision"] = torch.get_float32_matmul_precision()
-            found["cudnn.allow_tf32"] = torch.backends.cudnn.allow_tf32
+            precisions = _values(_OLD_PRECISIONS)
         except RuntimeError:  # the newer names are in use
-            found.pop("matmul precision", None)
-            found.update(_backends(_PRECISIONS))
-        found.update(_backends(_FLAGS))
+            precisions = _values(_PRECISIONS)
+        found = {**_values(("default dtype", "deterministic")), **precisions, **_values(_FLAGS)}
         return Numerics(tuple(found.items()))
 
     def use(self) -> None:
@@ -257,12 +250,12 @@ class Numerics:
         for name, value in self.values:
             if name in known and known[name] == value:
                 continue
-            if name in _SETTERS:
-                _SETTERS[name](value)
-            else:
-                *path, attribute = name.split(".")
-                with contextlib.suppress(AttributeError):  # torch of another version lacks it
-                    setattr(_backend(path), attribute, value)
+            if name in _FUNCTIONS:
+                _FUNCTIONS[name][1](value)
+                continue
+            place, _, attribute = f"backends.{name}".rpartition(".")
+            with contextlib.suppress(AttributeError):  # torch of another version lacks it
+                setattr(attrgetter(place)(torch), attribute, value)
 
 
 def put_back() -> None:
@@ -272,27 +265,27 @@ def put_back() -> None:
         _process.before = _process.used = None
 
 
-_SETTERS: dict[str, Callable[[Any], None]] = {
-    "default dtype": torch.set_default_dtype,
-    "deterministic": lambda flags: torch.use_deterministic_algorithms(flags[0], warn_only=flags[1]),
-    "matmul precision": torch.set_float32_matmul_precision,
+_FUNCTIONS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "deterministic": (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda flags: torch.use_deterministic_algorithms(flags[0], warn_only=flags[1]),
+    ),
+    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
 }
+"""What reads a setting and what sets it, for those that are no attributes of ``torch.backends``."""
 
 
-def _backends(names: tuple[str, ...]) -> dict[str, Any]:
+def _values(names: tuple[str, ...]) -> dict[str, Any]:
     found = {}
     for name in names:
-        *path, attribute = name.split(".")
         with contextlib.suppress(AttributeError):  # torch of another version lacks it
-            found[name] = getattr(_backend(path), attribute)
+            get = _FUNCTIONS[name][0] if name in _FUNCTIONS else None
+            found[name] = get() if get else attrgetter(f"backends.{name}")(torch)
     return found
-
-
-def _backend(path: list[str]) -> Any:
-    place: Any = torch.backends
-    for part in path:
-        place = getattr(place, part)
-    return place
 
 
 @dataclass

@@ -243,6 +243,11 @@ class Reference:
         """Return the reference to ``nbytes`` bytes of this one, ``offset`` bytes in."""
         return Reference(self.path, self.nonce, self.node_id, self.offset + offset, nbytes)
 
+    def within(self, file: np.ndarray) -> np.ndarray:
+        """Return the bytes of the reference among those of its file."""
+        start = HEADER_BYTES + self.offset
+        return file[start : start + self.nbytes]
+
     def parts(self, most: int) -> list[Reference]:
         """Return references to consecutive parts of up to ``most`` bytes."""
         starts = range(0, self.nbytes, most)
@@ -253,7 +258,7 @@ class _Mapped:
     """One mapped file, kept open by this process so that its pages stay mapped."""
 
     def __init__(self, path: str) -> None:
-        self.fd = open_private(path, os.O_RDWR)
+        self.path, self.fd = path, open_private(path, os.O_RDWR)
         # The map is closed with the last array that views it.
         weakref.finalize(self, os.close, self.fd)
         self.map = mmap.mmap(self.fd, 0)
@@ -273,8 +278,8 @@ class _Mapped:
 class Claim:
     """A buffer held for writing until the ``with`` block ends."""
 
-    def __init__(self, path: str, mapped: _Mapped, nonce: bytes, node_id: str, nbytes: int) -> None:
-        self.reference = Reference(path, nonce.hex(), node_id, 0, nbytes)
+    def __init__(self, mapped: _Mapped, nonce: bytes, node_id: str, nbytes: int) -> None:
+        self.reference = Reference(mapped.path, nonce.hex(), node_id, 0, nbytes)
         self.bytes = mapped.bytes[HEADER_BYTES : HEADER_BYTES + nbytes]
         """The payload, uint8, writable, page-aligned; content undefined until written."""
 
@@ -303,19 +308,18 @@ class Pool:
         if root is None:
             raise StaleReferenceError(f"the slab root {self.config.name} was deleted")
         prefix = f"{role}-{nbytes}-"
-        path, mapped = self._free(root, prefix, oldest_needed) or self._create(root, prefix, nbytes)
+        free = (self._lock(path, oldest_needed) for path in self._paths(root, prefix))
+        mapped = next(filter(None, free), None) or self._create(root, prefix, nbytes)
         nonce = secrets.token_bytes(16)
         try:
             _STAMP.pack_into(mapped.map, 0, _MAGIC, submission, nonce)
-            yield Claim(path, mapped, nonce, root.node_id, nbytes)
+            yield Claim(mapped, nonce, root.node_id, nbytes)
         finally:
             fcntl.flock(mapped.fd, fcntl.LOCK_UN)
 
     def read(self, reference: Reference) -> np.ndarray:
         """Return the referenced bytes (uint8, a view of the map). Call :meth:`check` after use."""
-        mapped = self.check(reference)
-        start = HEADER_BYTES + reference.offset
-        return mapped.bytes[start : start + reference.nbytes]
+        return reference.within(self.check(reference).bytes)
 
     def map_private(self, reference: Reference) -> np.ndarray:
         """Return the referenced bytes in a private map, so that user code may write to them.
@@ -323,9 +327,7 @@ class Pool:
         Writes affect no other process. The bytes are the referenced ones if :meth:`check` passes
         afterwards.
         """
-        mapped = self.check(reference)
-        start = HEADER_BYTES + reference.offset
-        return mapped.private()[start : start + reference.nbytes]
+        return reference.within(self.check(reference).private())
 
     def check(self, reference: Reference) -> _Mapped:
         """Raise :class:`StaleReferenceError` unless the buffer still holds the referenced write."""
@@ -337,22 +339,17 @@ class Pool:
             raise StaleReferenceError(f"slab {reference.path} was written again since")
         return mapped
 
-    def _free(self, root: Root, prefix: str, oldest_needed: int) -> tuple[str, _Mapped] | None:
-        """Lock and return a free buffer; try those that this process has mapped before listing all."""
+    def _paths(self, root: Root, prefix: str) -> Iterator[str]:
+        """Yield the paths of buffers, those that this process has mapped before listing all."""
         known = [path for path in self._mapped if path.rpartition("/")[2].startswith(prefix)]
-        for path in sorted(known):
-            if mapped := self._lock(path, oldest_needed):
-                return path, mapped
-        names = [
+        yield from sorted(known)
+        paths = {
             f"{directory}/{name}"
             for directory in root.directories
             for name in os.listdir(directory)
             if name.startswith(prefix)
-        ]
-        for path in sorted(set(names).difference(known)):
-            if mapped := self._lock(path, oldest_needed):
-                return path, mapped
-        return None
+        }
+        yield from sorted(paths.difference(known))
 
     def _lock(self, path: str, oldest_needed: int) -> _Mapped | None:
         """Lock and return the buffer if it is free."""
@@ -368,18 +365,19 @@ class Pool:
         fcntl.flock(mapped.fd, fcntl.LOCK_UN)
         return None
 
-    def _create(self, root: Root, prefix: str, nbytes: int) -> tuple[str, _Mapped]:
+    def _create(self, root: Root, prefix: str, nbytes: int) -> _Mapped:
         """Make a locked file; it gets its final name only once it has its size and its lock."""
         for directory in root.directories_for(HEADER_BYTES + nbytes):
             name = prefix + secrets.token_hex(8)
-            path, draft = str(directory / name), str(directory / f"new-{name}")
+            draft = str(directory / f"new-{name}")
             if not _reserve(draft, HEADER_BYTES + nbytes):
                 continue
             mapped = _Mapped(draft)
             fcntl.flock(mapped.fd, fcntl.LOCK_EX)
-            os.rename(draft, path)
-            self._keep(path, mapped)
-            return path, mapped
+            mapped.path = str(directory / name)
+            os.rename(draft, mapped.path)
+            self._keep(mapped)
+            return mapped
         raise SlabFullError(
             f"there is no room for a slab of {nbytes:,} bytes in "
             f"{', '.join(map(str, root.directories))}. Free space there, or point "
@@ -390,13 +388,13 @@ class Pool:
         mapped = self._mapped.get(path)
         if mapped is None:
             mapped = _Mapped(path)
-            self._keep(path, mapped)
+            self._keep(mapped)
         self._mapped.move_to_end(path)
         return mapped
 
-    def _keep(self, path: str, mapped: _Mapped) -> None:
+    def _keep(self, mapped: _Mapped) -> None:
         watch(self.config)
-        self._mapped[path] = mapped
+        self._mapped[mapped.path] = mapped
         while len(self._mapped) > MAX_OPEN_BUFFERS:
             self._mapped.popitem(last=False)
 

@@ -194,19 +194,32 @@ def task_device(before: torch.device | None = None) -> torch.device:
     GPUs are used in turn, by partition; without GPUs it is the CPU. Once a GPU is current, memory
     is pinned for it, and a user's ``.cuda()`` goes there.
     """
-    from pyspark import TaskContext
-
     context = TaskContext.get()
+    gpus, assigned = gpus_here("auto", context)
+    if not gpus:
+        return torch.device("cpu")
+    if not assigned and before is not None and before.type == "cuda":
+        return use_gpu(before.index)
+    partition = 0 if context is None or assigned else context.partitionId()
+    return use_gpu(gpus[partition % len(gpus)])
+
+
+def gpus_here(kind: str, context: TaskContext | None) -> tuple[list[Gpu], bool]:
+    """Return the GPUs that a task may use here, and whether Spark has assigned them to it.
+
+    Without an assignment they are all GPUs of the node; ``kind`` "cpu": none.
+    """
+    if kind == "cpu":
+        return [], False
     gpu = None if context is None else context.resources().get("gpu")
+    found: list[Gpu] = []
     if gpu is not None:
         found = gpus_of(gpu.addresses)
-        return use_gpu(found[0]) if found else torch.device("cpu")
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if before is not None and before.type == "cuda":
-        return use_gpu(before.index)
-    partition = 0 if context is None else context.partitionId()
-    return use_gpu(partition % torch.cuda.device_count())
+    elif torch.cuda.is_available():
+        found = list(range(torch.cuda.device_count()))
+    if kind == "cuda" and not found:
+        raise SessionError(f'device="cuda": torch sees no GPU on this node: {Sight.here().reason}')
+    return found, gpu is not None
 
 
 AMOUNT = "spark.task.resource.gpu.amount"
@@ -273,24 +286,19 @@ def sharing(there: Sequence[Executor], counts: Sequence[int], replicas: int) -> 
     return None
 
 
-@dataclass(frozen=True)
-class CountGpus:
+def count_gpus(partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
     """Task: yield the number of GPUs that a task sees here, pickled.
 
     A :class:`SessionError` is yielded too, for the driver to raise, because Spark would retry the
     task.
     """
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        for _ in frames:
-            pass
-        context = TaskContext.get()
-        gpu = None if context is None else context.resources().get("gpu")
-        try:
-            count = torch.cuda.device_count() if gpu is None else len(gpus_of(gpu.addresses))
-            yield pickle.dumps(count)
-        except SessionError as error:
-            yield pickle.dumps(error)
+    for _ in frames:
+        pass
+    try:
+        gpus, _ = gpus_here("auto", TaskContext.get())
+        yield pickle.dumps(len(gpus))
+    except SessionError as error:
+        yield pickle.dumps(error)
 
 
 def _look(context: SparkContext) -> tuple[list[Executor], list[int]]:
@@ -301,7 +309,7 @@ def _look(context: SparkContext) -> tuple[list[Executor], list[int]]:
         return there, _looked[key]
     places = task_per_executor(context, [*there] or [None])
     with executor_awaited(context), stage_name(context, "look for GPUs"):
-        counted = collect_and_forget(map_frames(places, CountGpus()))
+        counted = collect_and_forget(map_frames(places, count_gpus))
     counts = [pickle.loads(frame) for frame in counted]
     for count in counts:
         if isinstance(count, SessionError):

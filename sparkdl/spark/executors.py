@@ -18,7 +18,6 @@ any data are read.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from pyspark.serializers import NoOpSerializer
 from sparkdl.compat import to_seq
 from sparkdl.errors import SessionError
 from sparkdl.spark.failures import check_session
-from sparkdl.spark.frames import is_local, map_frames, stage_name, zip_frames
+from sparkdl.spark.frames import is_local, map_frames, setting, stage_name, zip_frames
 
 NEW_MS = 15_000
 """The age in ms up to which Spark may not know an executor's tasks yet.
@@ -138,13 +137,6 @@ ONE_SECONDS = 60.0
 """The time that a task waits for its executor if it could do nothing elsewhere."""
 
 
-_set: dict[str, tuple[int, str | None]] = {}
-"""For each setting, the number of blocks that now override it, and its value before the first."""
-
-
-_lock = threading.Lock()
-
-
 @contextlib.contextmanager
 def waiting_for_locality(context: SparkContext) -> Iterator[None]:
     """Make Spark hold a task for its executor for at least :data:`ENOUGH_SECONDS` inside the block.
@@ -158,42 +150,20 @@ def waiting_for_locality(context: SparkContext) -> Iterator[None]:
     if sc is None or sc.isLocal():
         yield
         return
-    enough = sc.conf().getTimeAsMs(WAIT, "3s") >= ENOUGH_SECONDS * 1000 and WAIT not in _set
-    with contextlib.nullcontext() if enough else _setting(sc.conf(), WAIT, ENOUGH_SECONDS):
+
+    def enough() -> bool:
+        return int(sc.conf().getTimeAsMs(WAIT, "3s")) >= ENOUGH_SECONDS * 1000
+
+    with setting(sc.conf(), WAIT, f"{ENOUGH_SECONDS:g}s", enough):
         yield
 
 
 @contextlib.contextmanager
 def executor_awaited(context: SparkContext) -> Iterator[None]:
     """Make each task inside the block wait for its executor, or go to another if that is lost."""
-    with _setting(context._jsc.sc().conf(), f"{WAIT}.process", ONE_SECONDS):  # type: ignore[union-attr]
+    conf = context._jsc.sc().conf()  # type: ignore[union-attr]
+    with setting(conf, f"{WAIT}.process", f"{ONE_SECONDS:g}s", lambda: False):
         yield
-
-
-@contextlib.contextmanager
-def _setting(conf: Any, key: str, seconds: float) -> Iterator[None]:
-    """Set ``key`` to ``seconds`` inside the block.
-
-    The old value returns when the last of overlapping blocks ends, as two fits may train in one
-    session.
-    """
-    with _lock:
-        count, before = _set.get(key, (0, None))
-        if count == 0:
-            before = conf.get(key) if conf.contains(key) else None
-            conf.set(key, f"{seconds:g}s")
-        _set[key] = count + 1, before
-    try:
-        yield
-    finally:
-        with _lock, contextlib.suppress(Py4JError):  # the session may be gone
-            count, before = _set.pop(key)
-            if count > 1:
-                _set[key] = count - 1, before
-            elif before is None:
-                conf.remove(key)
-            else:
-                conf.set(key, before)
 
 
 @contextlib.contextmanager

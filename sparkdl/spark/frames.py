@@ -11,6 +11,7 @@ import contextlib
 import functools
 import re
 import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -128,14 +129,17 @@ def zip_frames(left: RDD, right: RDD) -> RDD:
 def shuffle_frames(keyed: RDD, num_partitions: int, few_bytes: bool = False) -> RDD:
     """Send frames to partitions through a Spark shuffle; a task yields :func:`send` pairs.
 
-    With ``few_bytes`` all frames of a task together fit into the JVM's memory.
+    With ``few_bytes`` all frames of a task together fit into the JVM's memory: each task sorts its
+    output into a single file, unless the user has chosen. By default Spark opens one file per
+    partition if there are up to 200 of them: M x N files in all.
     """
     jvm = keyed.ctx._jvm
     assert jvm is not None
     pairs = jvm.PairwiseRDD(keyed._jrdd.rdd()).asJavaPairRDD()
     sent = pairs.partitionBy(_partitioner(keyed.ctx, num_partitions))
     if few_bytes and num_partitions > FEW_FILES:
-        with _one_file_a_task(keyed.ctx):
+        conf = keyed.ctx._jsc.sc().conf()  # type: ignore[union-attr]
+        with setting(conf, _FILES, str(FEW_FILES), unless=lambda: conf.contains(_FILES)):
             sent.rdd().dependencies()  # registers the shuffle
     return RDD(jvm.PythonRDD.valueOfPair(sent), keyed.ctx, NoOpSerializer())
 
@@ -145,23 +149,37 @@ def _partitioner(context: SparkContext, num_partitions: int) -> Any:
     return context._jvm.PythonPartitioner(num_partitions, _PARTITIONER_ID)
 
 
-@contextlib.contextmanager
-def _one_file_a_task(context: SparkContext) -> Iterator[None]:
-    """Make shuffles that are registered inside the block sort a task's output into a single file.
+_set: dict[str, tuple[int, str | None]] = {}
+"""For each setting, the number of blocks that now override it, and its value before the first."""
+_lock = threading.Lock()
 
-    By default Spark opens one file per partition if there are up to 200 of them: M x N files in
-    all.
+
+@contextlib.contextmanager
+def setting(conf: Any, key: str, value: str, unless: Callable[[], bool]) -> Iterator[None]:
+    """Set a value of Spark's configuration inside the block, ``unless`` the present one is as good.
+
+    The old value returns when the last of overlapping blocks ends, as two fits may train in one
+    session.
     """
-    assert context._jsc is not None
-    conf = context._jsc.sc().conf()
-    if conf.contains(_FILES):  # the user's choice takes precedence
-        yield
-        return
-    conf.set(_FILES, str(FEW_FILES))
+    with _lock:
+        count, before = _set.get(key, (0, None))
+        as_good = count == 0 and unless()
+        if count == 0 and not as_good:
+            before = conf.get(key) if conf.contains(key) else None
+            conf.set(key, value)
+        if not as_good:
+            _set[key] = count + 1, before
     try:
         yield
     finally:
-        conf.remove(_FILES)
+        with _lock, contextlib.suppress(Py4JError):  # the session may be gone
+            count, before = (0, None) if as_good else _set.pop(key)
+            if count > 1:
+                _set[key] = count - 1, before
+            elif count and before is None:
+                conf.remove(key)
+            elif count:
+                conf.set(key, before)
 
 
 def send(partition: int, frame: bytes) -> Iterator[bytes]:

@@ -408,7 +408,7 @@ def _noting(run: RunIdentity, engine: RecoveringEngine) -> Callable[[str, Manife
     done = engine.done
 
     def note(uri: str, manifest: Manifest) -> None:
-        load = RestoredRun.of(run, uri, manifest, History()).load
+        load = RestoredRun(run, uri, manifest, History()).load
         engine.checkpointed(done, manifest.iteration, load)
 
     return note

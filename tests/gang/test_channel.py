@@ -144,14 +144,14 @@ def test_a_listener_that_says_nothing_is_not_waited_for(monkeypatch):
 def test_a_rank_that_pauses_for_long_comes_again(listener, monkeypatch):
     """Between connecting and its first message, as one that is stopped; the driver has dropped it."""
     monkeypatch.setattr(sparkdl.gang.channel, "HELLO_SECONDS", 0.2)
-    pauses, read = [1.0], sparkdl.gang.channel._exactly
+    pauses, read = [1.0], sparkdl.gang.channel._ended
 
-    def late(nbytes: int, connection: socket.socket) -> bytes:
-        content = read(nbytes, connection)
+    def late(steps: Any) -> Any:
+        content = read(steps)
         time.sleep(pauses.pop() if pauses else 0.0)
         return content
 
-    monkeypatch.setattr(sparkdl.gang.channel, "_exactly", late)
+    monkeypatch.setattr(sparkdl.gang.channel, "_ended", late)
     both(listener)
     assert not pauses
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pyspark import cloudpickle
 
 import sparkdl
-from sparkdl.gang.process_group import Announce, Where, interface_of, tell_of_other_gpu, variables
+from sparkdl.gang.process_group import Where, announce, interface_of, tell_of_other_gpu, variables
 from sparkdl.gang.rank_task import RankContext
 
 pytestmark = pytest.mark.gang
@@ -51,7 +51,7 @@ def test_a_gpu_of_another_number_is_told(caplog, gpu, told):
     device = torch.device("cuda", gpu)
     with contextlib.ExitStack() as at_end:
         member = RankContext(0, 1, "a", device, [], at_end)
-        Announce(variables([Where("a", gpu, "slot")], "gang"))(member)
+        announce(variables([Where("a", gpu, "slot")], "gang"), member)
         tell_of_other_gpu(member)
     assert [record.getMessage()[:36] for record in caplog.records] == told
 

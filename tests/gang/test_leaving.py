@@ -44,7 +44,7 @@ def lives(rank: int, pipe: Any, gangs: int) -> None:
             pipe.send(process_group.sees(folder, member))
             if pipe.recv() == "end":
                 continue
-            process_group.join(process_group.FileStore(f"{folder}/store"), 60.0, "gloo", member)
+            process_group.join(f"{folder}/store", 60.0, "gloo", member)
             dist.barrier()
             pipe.send(os.path.exists(f"{folder}/store"))
             pipe.recv()

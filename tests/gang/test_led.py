@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -35,15 +36,16 @@ def attend(meeting: Rendezvous) -> None:
 
 
 def attend_late(meeting: Rendezvous) -> None:
-    """The life of a rank 1 that pauses after each read of what the driver sends."""
-    read = channel._exactly
+    """The life of a rank 1 that pauses after its first read of what the driver sends."""
+    read = channel._ended
 
-    def late(nbytes: int, connection: socket.socket) -> bytes:
-        content = read(nbytes, connection)
+    def late(steps: Any) -> Any:
+        channel._ended = read
+        content = read(steps)
         time.sleep(1.0)
         return content
 
-    channel._exactly = late
+    channel._ended = late
     attend(meeting)
 
 
@@ -92,7 +94,7 @@ def test_rank_0_takes_part_in_this_process() -> None:
         assert gang.call_each(commands, "naming") == [(0, "first"), (1, "second")]
         with socket.create_server(("127.0.0.1", 0)) as door:
             closed = door.getsockname()
-        knock = led._Knock((closed, ("127.0.0.1", gang._listener.port)))
+        knock = functools.partial(led._knock, [closed, ("127.0.0.1", gang._listener.port)])
         assert gang.call(knock, "knocking") == [[0], [0]]
 
 

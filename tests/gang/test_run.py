@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -23,8 +24,7 @@ from pyspark import cloudpickle
 
 import sparkdl
 from sparkdl import ParameterError, StalledError, StateLostError, TrainingError
-from sparkdl.gang import process_group
-from sparkdl.gang.process_group import FileStore
+from sparkdl.gang import driver, process_group
 
 pytestmark = [pytest.mark.gang, pytest.mark.spark]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -41,14 +41,21 @@ def total(value: float, offset: float = 0.0) -> tuple[int, float, int]:
 @pytest.fixture(autouse=True)
 def nothing_runs_on(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Every gang has ended, its task slots are free, and its store's file is gone."""
-    folders = []
+    folders: list[Path] = []
 
-    def store(path: str) -> FileStore:
-        folders.append(Path(path).parent)
-        return FileStore(path)
+    form = driver.form_group
 
-    monkeypatch.setattr(process_group, "FileStore", store)
-    yield
+    def formed(call: Any, seconds: float) -> Any:
+        def told(command: Any) -> list[Any]:
+            found = call(command)
+            folders.extend(Path(folder) for folder in found[:1] if command is offered)
+            return found
+
+        return form(told, seconds)
+
+    offered = process_group.offer_folder
+    monkeypatch.setattr(driver, "form_group", formed)
+    yield folders
     tracker = spark.sparkContext.statusTracker()
 
     def left() -> list[object]:
@@ -93,18 +100,22 @@ def test_a_communicator_works_in_a_gang(spark):
     assert sparkdl.gang.run(ring, ranks=RANKS) == [[1.0, 3.0, 5.0]] * RANKS
 
 
-def test_where_ranks_see_no_common_file_rank_0_serves_the_store(spark, monkeypatch):
+def test_where_ranks_see_no_common_file_rank_0_serves_the_store(
+    spark, monkeypatch, nothing_runs_on
+):
     def no(folder: str, member: Any) -> bool:
         return False
 
     def opened(store: Any, seconds: float, backend: str, member: Any) -> None:
-        assert isinstance(store, process_group.NetworkStore)
+        assert not isinstance(store, str)
         join(store, seconds, backend, member)
 
     join = process_group.join
     monkeypatch.setattr(process_group, "sees", no)
     monkeypatch.setattr(process_group, "join", opened)
     assert [value for _, value, _ in sparkdl.gang.run(total, 1.0, ranks=RANKS)] == [3.0, 3.0]
+    for folder in nothing_runs_on:
+        shutil.rmtree(folder)
 
 
 def test_what_ranks_print_comes_here_on_demand(spark, capsys):

@@ -174,7 +174,7 @@ def test_executors_that_do_not_share_the_folder_hand_their_slices_over(df, kept,
 
     run = trainer(engine="local", slices=2)
     failing = replace(run, callbacks=[Fails("on_fit_end", OSError("away"))])
-    monkeypatch.setattr(store, "write_slice", write_slice)
+    monkeypatch.setattr(store.WriteSlice, "__call__", write_slice)
     with pytest.raises(OSError, match="away") as caught:
         failing.fit(df)
     path = re.search(rf"({kept}\S+):", caught.value.__notes__[0])[1]

@@ -245,7 +245,7 @@ class Store:
 
 
 def test_nothing_is_copied_on_s3(tmp_path: Path) -> None:
-    files.Remote(Store()).write(f"{tmp_path}/slice", f"{tmp_path}/.slice.part", b"123456")
+    files.Remote(Store()).write(f"{tmp_path}/slice", ".slice.part", b"123456")
     assert [path.name for path in tmp_path.iterdir()] == ["slice"]
     assert (tmp_path / "slice").read_bytes() == b"123456"
 

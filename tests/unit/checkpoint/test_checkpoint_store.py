@@ -24,9 +24,9 @@ from sparkdl.checkpoint.manifest import MANIFEST, Best, Manifest, ModelIdentity,
 from sparkdl.checkpoint.store import (
     HISTORY,
     CheckpointStore,
+    TryFolder,
+    WriteSlice,
     read_slice_files,
-    try_probe,
-    write_slice,
 )
 from sparkdl.codec.files import checksum
 from sparkdl.connect.fit import store_rows
@@ -54,7 +54,7 @@ def write(
         held = dict.fromkeys(others, ("sum",))
         state = SliceState(weights, arrays, held, others)
         for _ in range(attempts):
-            file = write_slice(directory, plan.index, plan, state)
+            file = WriteSlice(directory, "slice")(plan.index, plan, state)
         files.append(file)
     layout = ModelIdentity.of(LAYOUT)
     return directory, replace(
@@ -74,6 +74,10 @@ def read_all(uri: str, manifest: Manifest, slices: int = 1) -> torch.Tensor:
         for plan in slice_specs(LAYOUT, slices)
     ]
     return torch.cat([state.weights for state in states])
+
+
+def probe(directory: str) -> str | CheckpointError:
+    return TryFolder(directory)(0, *slice_specs(LAYOUT, 1), SliceState(flat(5)))
 
 
 def iterations(store: CheckpointStore) -> list[int]:
@@ -170,7 +174,7 @@ def test_a_file_that_the_driver_does_not_see_is_no_checkpoint(store: CheckpointS
 def test_the_files_of_the_best_weights_are_checked_too(store: CheckpointStore) -> None:
     directory, manifest = write(store, 10)
     (plan,) = slice_specs(LAYOUT, 1)
-    file = write_slice(directory, 0, plan, SliceState(flat(5)), kind="best")
+    file = WriteSlice(directory, "best")(0, plan, SliceState(flat(5)))
     best = Best(iteration=5, epoch=1, metric="loss", value=0.5, files=(file,))
     store.commit(directory, replace(manifest, best=best), b"")
     ((uri, found),) = store.candidates()
@@ -188,7 +192,7 @@ def test_executors_try_a_folder_that_is_made_as_those_of_checkpoints(
     store: CheckpointStore,
 ) -> None:
     directory = store.begin(0)
-    probes = [try_probe(directory), try_probe(directory)]
+    probes = [probe(directory), probe(directory)]
     store.check_probes(directory, probes)
     with pytest.raises(CheckpointError, match=f"wrote into {store} is not visible from"):
         store.check_probes(directory, [*probes, "probe-0123456789abcdef"])
@@ -207,13 +211,13 @@ def test_what_others_cannot_write_though_the_folder_is_open_to_them() -> None:
         finally:
             os.umask(before)
         with unprivileged():
-            probe = try_probe(directory)
+            denied = probe(directory)
         assert re.fullmatch(
             rf"an executor cannot write {directory}/probe-\w+: Permission denied\. The path must "
             r"be on a file system that the driver and all executors share, and the executors' user "
             r"must be able to write to the folders that the driver creates there \(see the "
             r"driver's umask\)\.",
-            message_of(CheckpointError, store.check_probes, directory, [probe]),
+            message_of(CheckpointError, store.check_probes, directory, [denied]),
         )
         store.discard(directory)
         assert list(root.iterdir()) == []
@@ -221,7 +225,7 @@ def test_what_others_cannot_write_though_the_folder_is_open_to_them() -> None:
 
 def test_probes_of_a_driver_that_was_killed_are_pruned(store: CheckpointStore) -> None:
     directory = store.begin(0)
-    try_probe(directory)
+    probe(directory)
     commit(store, 10)
     assert store.prune(3) == [directory]
     assert not Path(directory).exists()

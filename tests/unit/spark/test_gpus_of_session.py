@@ -12,7 +12,7 @@ from pyspark import SparkContext, TaskContext
 import sparkdl
 from sparkdl.errors import SessionError
 from sparkdl.gang.process_group import Where, check_unshared
-from sparkdl.spark.device import CountGpus, sharing, within_gpus
+from sparkdl.spark.device import count_gpus, sharing, within_gpus
 from sparkdl.spark.executors import Executor
 
 
@@ -76,5 +76,5 @@ def test_a_gpu_that_an_executor_does_not_see_is_told_and_not_tried_again(monkeyp
     gpu = {"gpu": SimpleNamespace(addresses=["0"])}
     monkeypatch.setattr(TaskContext, "get", lambda: SimpleNamespace(resources=lambda: gpu))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (found,) = map(pickle.loads, CountGpus()(0, [b""]))
+    (found,) = map(pickle.loads, count_gpus(0, [b""]))
     assert isinstance(found, SessionError)
