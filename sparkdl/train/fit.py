@@ -71,12 +71,6 @@ def plan(trainer: Any, data: Any, *, trials: bool = False, cluster: Cluster | No
     return Planner(trainer, data, facts, run).whole_plan(trials, cluster)
 
 
-def with_fields_decided(trainer: Any, data: Any) -> Any:
-    """Return the trainer with what it leaves to a plan decided, for several fits."""
-    facts = SessionFacts.of(data_of(data), "fit")
-    return decided(data, FitRequest(trainer=trainer), facts, run).trainer
-
-
 def fit_pass(passes: PassSeries, data: Any, request: FitRequest) -> TrainedModel:
     """Make one pass over the data; see :meth:`sparkdl.Trainer.partial_fit`."""
     facts = SessionFacts.of(data, "partial_fit")
