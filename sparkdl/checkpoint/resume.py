@@ -34,7 +34,7 @@ class RestoredRun:
     uri: str
     manifest: Manifest
     history: History
-    any_data: bool = False  # replicas start without residuals
+    anew: bool = False  # a pass begins, and its replicas start without residuals
 
     @property
     def midway(self) -> bool:
@@ -80,20 +80,23 @@ class RestoredRun:
         access.load(self._reader(self.manifest.files))
         if self.best is not None and self.manifest.best is not None:
             access.load(self._reader(self.manifest.best.files), BEST)
-        if not self.any_data:
+        if not self.anew:
             self._load_residuals(access)
 
     def _load_residuals(self, access: StateAccess) -> None:
-        """Load the residuals of the replicas, which are of use only to the same hook."""
+        """Load the residuals of the replicas, which are of use only to the same hook on the same rows."""
         before = self.manifest.extra.get("compression", "None")
-        if before == self.run.compression:
+        same_rows = self.midway and self.run.data == self.manifest.data
+        if same_rows and before == self.run.compression:
             access.load_residuals(ReadResiduals(self.uri, self.manifest.residuals))
-        else:
+        elif same_rows or self.manifest.residuals:
+            why = "its rows, or their division among replicas, are others here"
+            if before != self.run.compression:
+                why = f"compression is {self.run.compression} and was {before}"
             logger.warning(
-                "compression is %s and was %s in the checkpoint %s: the parts of gradients that "
-                "its replicas had not sent yet are lost",
-                self.run.compression,
-                before,
+                "%s in the checkpoint %s: what its replicas held (parts of gradients that were not "
+                "sent yet, or states and weights of their own) is lost",
+                why,
                 Folder(self.uri),
             )
 
@@ -113,11 +116,17 @@ class ResumeCandidates:
     """The checkpoints from which a run may continue, the newest first.
 
     ``resume`` is "latest", for the run's own checkpoints, or the path of a checkpoint or of a
-    folder of them. ``any_data``: only the state is wanted, whatever data it was trained on.
+    folder of them. ``any_data``: only the state is wanted, whatever data it was trained on. In
+    ``passes`` over a stream a run goes on within ``batch`` alone, and else begins with new rows.
     """
 
     def __init__(
-        self, settings: Checkpoint | None, resume: str | os.PathLike[str], any_data: bool = False
+        self,
+        settings: Checkpoint | None,
+        resume: str | os.PathLike[str],
+        any_data: bool = False,
+        passes: bool = False,
+        batch: int | None = None,
     ) -> None:
         self._latest = resume == LATEST
         if self._latest and settings is None:
@@ -129,7 +138,7 @@ class ResumeCandidates:
         path = settings.path if self._latest and settings else resume
         self._store = CheckpointStore(path) if self._latest else CheckpointStore.open(path)
         self._found = list(self._store.candidates())
-        self._any_data = any_data
+        self._any_data, self._passes, self._batch = any_data, passes, batch
 
     @property
     def replicas(self) -> int | None:
@@ -168,7 +177,8 @@ class ResumeCandidates:
         data = self._store.read_history(uri, manifest)
         try:
             history = History.from_bytes(data)
-            found = RestoredRun(identity, uri, manifest, history, self._any_data)
+            under_way = self._batch is not None and manifest.extra.get("batch") == self._batch
+            found = RestoredRun(identity, uri, manifest, history, self._passes and not under_way)
             _ = found.state
         except (ValueError, TypeError, OverflowError) as error:
             raise DamagedCheckpoint(f"it does not describe the state of a run: {error}") from error

@@ -25,6 +25,7 @@ from sparkdl.metrics.classes import Judging
 from sparkdl.ml.params import FIELD_OF_PARAM, TrainingParams
 from sparkdl.model.loss import unwrapped
 from sparkdl.model.recipe import optimizer_class
+from sparkdl.train.placed_samples import reading_of
 from sparkdl.train.prepare import prepare
 from sparkdl.train.trainer import Trainer
 
@@ -209,8 +210,7 @@ class FitPlan:
         """All that decides how the data is read, except for the model's floating dtype."""
         trainer = self.trainer
         return (
-            *(trainer.feature_columns, trainer.keywords, trainer.label_columns, trainer.weight),
-            *(trainer.sampling, trainer.replicas, dict(trainer.columns), trainer.engine == "local"),
+            *(reading_of(trainer), trainer.replicas, trainer.engine == "local"),
             *(self.indicator, self.filters, self.labels, self._takes_floats, self._own_data),
         )
 

@@ -107,7 +107,7 @@ class SharedSamples:
 
     def _differences(self, trainer: TrainerSpec, float_dtype: str) -> Iterator[str]:
         mine = self._trainer
-        theirs, ours = _reading(trainer), _reading(mine)
+        theirs, ours = reading_of(trainer), reading_of(mine)
         for name in (name for name in ours if theirs[name] != ours[name]):
             one, other = getattr(trainer, name), getattr(mine, name)
             yield f"{name}={shown(one)}, placed with {shown(other)}"
@@ -138,16 +138,20 @@ class SharedSamples:
         self.close()
 
 
-def _reading(trainer: TrainerSpec) -> dict[str, Any]:
-    """Return what says how a trainer reads the columns of the data, by the name of the field."""
-    return {
+READ = ("features", "label", "weight", "columns", "handle_invalid", "sampling")
+"""The fields of a trainer that say how the columns of the data are read."""
+
+
+def reading_of(trainer: TrainerSpec) -> dict[str, Any]:
+    """Return what the fields :data:`READ` mean, by name; trainers that read alike have equal ones."""
+    sampling = trainer.sampling
+    meaning = {
         "features": (trainer.feature_columns, trainer.keywords),
         "label": trainer.label_columns,
-        "weight": trainer.weight,
         "columns": dict(trainer.columns),
-        "handle_invalid": trainer.handle_invalid,
-        "sampling": trainer.sampling and (trainer.sampling.column, trainer.sampling.spec),
+        "sampling": sampling and (sampling.column, sampling.spec),
     }
+    return {name: meaning.get(name, getattr(trainer, name)) for name in READ}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)

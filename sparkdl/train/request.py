@@ -93,7 +93,9 @@ class FitRequest:
         """
         where, resuming = self.trainer.checkpoint, None
         if self.resume is not None:
-            resuming = ResumeCandidates(where, self.resume, self.other_data)
+            resuming = ResumeCandidates(
+                where, self.resume, self.other_data, self.one_pass, self.batch
+            )
         if where is not None:
             store = CheckpointStore(where.path)
             store.prepare()

@@ -11,11 +11,12 @@ from torch import nn
 
 from sparkdl.errors import ParameterError, kind_of, nearest
 from sparkdl.loop.callbacks import Callback
+from sparkdl.train.placed_samples import READ
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.folder import Objective
 from sparkdl.tune.space import Domain
 
-READING = ("features", "label", "weight", "columns", "sampling", "replicas", "validation")
+READING = (*READ, "replicas", "validation")
 """The fields of a trainer that say how the data is read; each of their values needs samples of its
 own."""
 FIXED = {

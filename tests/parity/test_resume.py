@@ -350,9 +350,11 @@ def test_residuals_are_part_of_a_checkpoint(df, straight, tmp_path, caplog):
     expected, folder = straight("top-k")
     path = checkpoints(folder)[7]
     assert [file.replica for file in expected.manifest.residuals] == [0, 1, 2]
-    resumed = trainer_of("top-k", df, tmp_path, every=ITERATIONS).fit(df, resume=path)
-    assert caplog.messages == []
-    assert resumed.history.losses == expected.trained.history.losses
+    again = trainer_of("top-k", df, tmp_path, every=ITERATIONS)
+    for any_data in (False, True):
+        resumed = again.fit(df, resume=path, any_data=any_data)
+        assert caplog.messages == []
+        assert resumed.history.losses == expected.trained.history.losses
     other = sparkdl.TopK(0.06)
     for here, kind in (({"compression": other}, other), ({"compression": None}, None)):
         caplog.clear()

@@ -192,11 +192,12 @@ def test_points_that_read_otherwise_have_samples_of_their_own(
         {estimator.weightCol: "w"},
         {estimator.model: double},
         {estimator.trainerArgs: {"clip_norm": 0.1}},
+        {estimator.trainerArgs: {"handle_invalid": "skip"}},
         {estimator.validationIndicatorCol: "held"},
     ]
     with mock.patch.object(PlacedSamples, "of", side_effect=PlacedSamples.of) as placed:
         together = estimator.fit(table, maps)
-    assert placed.call_count == 4
+    assert placed.call_count == 5
     for found, params in zip(together, maps, strict=True):
         assert weights(found) == weights(estimator.fit(table, params))
     assert together[2].module.weight.dtype == torch.float64

@@ -113,6 +113,21 @@ def test_trials_side_by_side_are_fits_of_the_local_engine(
     nothing_left()
 
 
+@pytest.mark.parametrize("parallel", soak_but([2], [1, 2]))
+def test_trials_that_read_otherwise_have_samples_of_their_own(
+    trainer: sparkdl.Trainer, frames: tuple[DataFrame, DataFrame], parallel: int
+) -> None:
+    bad = frames[0].limit(60).selectExpr("array(float('nan'), 0F) AS features", "label")
+    rows = frames[0].union(bad).coalesce(1)
+    own = replace(trainer, engine="local", replicas=1)
+    space = {"handle_invalid": ["skip", "keep"]}
+    trials = tune.search(own, rows, space, algorithm="grid", parallel=parallel).trials
+    fits = [replace(own, handle_invalid=how).fit(rows) for how in space["handle_invalid"]]
+    scores = [fitted.history.validations[-1]["metrics"] for fitted in fits]
+    assert [one.metrics for one in trials] == scores
+    assert scores[0] != scores[1]
+
+
 def test_a_failed_trial_is_a_row(
     trainer: sparkdl.Trainer, frames: tuple[DataFrame, DataFrame]
 ) -> None:

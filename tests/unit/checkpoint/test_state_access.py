@@ -178,6 +178,32 @@ def test_a_state_in_memory_is_written_and_read_with_another_cut(
     assert without_tensors(other.residuals) == without_tensors(store.residuals)
 
 
+ROWS = replace(RUN, data=replace(RUN.data, rows=RUN.data.rows[::-1]))
+"""The run on other rows."""
+
+
+@pytest.mark.parametrize(
+    ("run", "how", "held", "told"),
+    [
+        (RUN, {}, True, 0),
+        (RUN, {"any_data": True}, True, 0),
+        (ROWS, {"any_data": True}, False, 1),
+        (RUN, {"any_data": True, "passes": True, "batch": 3}, False, 0),
+    ],
+)
+def test_replicas_go_on_with_what_they_held_on_the_same_rows(
+    run: Any, how: dict[str, Any], held: bool, told: int, tmp_path: Path, caplog: Any
+) -> None:
+    """On others they begin without, and the log says so; each pass over a stream does."""
+    store, other = written(tmp_path), Store(3)
+    with caplog.at_level("WARNING", "sparkdl"):
+        ResumeCandidates(None, tmp_path, **how).restore(other, run)
+    assert without_tensors(other.residuals) == without_tensors(store.residuals if held else {})
+    assert [text.startswith("its rows, or their division") for text in caplog.messages] == [
+        True
+    ] * told
+
+
 def test_the_latest_is_not_the_beginning_where_all_are_damaged(tmp_path: Path) -> None:
     written(tmp_path)
     damaged = next(tmp_path.glob("*/slice-*.safetensors"))
