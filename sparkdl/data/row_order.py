@@ -113,12 +113,18 @@ def canonical_order(
         assert contents is not None
         places = np.concatenate([np.arange(starts[i], stops[i]) for i in range(first, last)])
         rows = order[places]
-        known: dict[Any, int] = {}  # a tie is nearly always one row that is repeated
-        numbers = [
-            known.setdefault(content, len(known))
-            for begin in range(0, len(rows), rows_at_once)
-            for content in contents(rows[begin : begin + rows_at_once]).tolist()
-        ]
+        known: dict[Any, int] = {}
+        numbers = np.fromiter(
+            (
+                known.setdefault(content, len(known))
+                for begin in range(0, len(rows), rows_at_once)
+                for content in contents(rows[begin : begin + rows_at_once]).tolist()
+            ),
+            np.int32,
+            len(rows),
+        )
+        if len(known) == 1:  # nearly always: a row that is repeated
+            continue
         ranks = np.empty(len(known), np.int64)
         ranks[[known[content] for content in sorted(known)]] = np.arange(len(known))
         tie = np.repeat(np.arange(last - first), (stops - starts)[first:last])
