@@ -33,7 +33,7 @@ class Setting:
 
     @property
     def wanted(self) -> str:
-        """What to give, for an error."""
+        """The remedy, for an error."""
         if self.choices:
             return f"use one of {', '.join(self.choices)}"
         example, above = self.default.replace("off", "60"), "" if self.zero else " above 0"

@@ -230,14 +230,9 @@ def address_parts(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
         yield from send(target, bytes(part))
 
 
-@dataclass(frozen=True)
-class JoinParts:
-    """A task that joins the parts of a partition on the node that holds them and yields its handle."""
-
-    config: SlabConfig
-
-    def __call__(self, partition: int, parts: Iterable[bytes]) -> Iterator[bytes]:
-        yield pickle.dumps(join_partition(self.config, [pickle.loads(part) for part in parts]))
+def join_frames(config: SlabConfig, partition: int, parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Join the parts of a partition on the node that holds them; yield its handle (a Spark task)."""
+    yield pickle.dumps(join_partition(config, [pickle.loads(part) for part in parts]))
 
 
 def select_columns(data: DataFrame, columns: Sequence[Column], key: str | None = None) -> DataFrame:

@@ -127,11 +127,6 @@ def training_rows(
     return _at_place(batch_spec, lambda: partition.gather(here), (rows, epoch, replica))
 
 
-def plain_batch(batch_spec: BatchSpec, partition: MappedPartition, rows: np.ndarray) -> Batch:
-    """Return the mini-batch of these rows (numbers in canonical order) unaugmented, for validation."""
-    return fields_to_batch(batch_spec, partition.gather(rows))
-
-
 def preview_batch(batch_spec: BatchSpec, preview: Sequence[Rows], augment: bool = False) -> Batch:
     """Return the rows of a preview as a mini-batch, to try the model (and ``augment``) on."""
     if not augment:

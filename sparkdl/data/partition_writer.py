@@ -52,7 +52,6 @@ PART_BYTES = 16 << 20
 class WrittenRows:
     """Rows of one partition, as one task wrote them."""
 
-    node_id: str
     segments: tuple[RowFile, ...]
     fields: tuple[Field, ...]
     places: np.ndarray  # of these rows in the segments, one after another (int64)
@@ -83,8 +82,9 @@ def join_partition(config: SlabConfig, parts: Sequence[WrittenRows]) -> SampleHa
     segments = tuple(segment for part in parts for segment in part.segments)
     lengths = [sum(segment.num_rows for segment in part.segments) for part in parts]
     begins = np.cumsum([0, *lengths])[:-1].tolist()
-    places = _joined([part.places + begin for part, begin in zip(parts, begins, strict=True)])
-    hashes = _joined([part.hashes for part in parts]).astype(np.uint64, copy=False)
+    shifted = (part.places + begin for part, begin in zip(parts, begins, strict=True))
+    places = np.concatenate([np.zeros(0, np.int64), *shifted])
+    hashes = np.concatenate([np.zeros(0, np.uint64), *(part.hashes for part in parts)])
     fields = parts[0].fields if parts else ()
     rows = MappedPartition.map(segments, "", fields)
     at_once = COMPARE_BYTES // max((part.row_bytes for part in parts), default=1) or 1
@@ -159,10 +159,6 @@ def where_there_is_room(root: Root, write: Callable[[Path], _T], num_rows: int, 
     )
 
 
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
-
-
 def save_order(folder: Path, order: np.ndarray) -> str:
     """Write the order of a partition's rows into a new file of a slab root, and return its path."""
     path = folder / f"samples-{secrets.token_hex(8)}.order"
@@ -190,7 +186,7 @@ class PartitionWriter:
         self._config, self._root, self._source = config, root, source
         self._stem = f"samples-{secrets.token_hex(8)}"
         self._weighted = weighted
-        self._fields: tuple[Field, ...] = ()
+        self.fields: tuple[Field, ...] = ()  # of the rows; () before the first
         self._writers: list[SegmentWriter] = []
         self._hashes: list[np.ndarray] = []
         self._partitions: list[np.ndarray] = []
@@ -206,11 +202,6 @@ class PartitionWriter:
         """Return the number of rows so far, with those that were left out."""
         return self.num_rows + self.invalid.left_out
 
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """Return the fields of the rows; () before the first."""
-        return self._fields
-
     def note_invalid(self, rows: Sequence[InvalidRow], left_out: bool) -> None:
         """Note rows that could not be read, in their order."""
         count = len(rows)
@@ -223,7 +214,7 @@ class PartitionWriter:
         """
         spec = column.spec
         assert spec is not None
-        if self.num_rows and self._fields[number].padding != spec.rule:
+        if self.num_rows and self.fields[number].padding != spec.rule:
             raise RowError(column.name, self.rows_read, "is not like row 0", SAME_SHAPE, spec)
         self.adapted[number] = column
         self._adaptions.append(Adapted(column.name, spec, problem))
@@ -247,18 +238,16 @@ class PartitionWriter:
         if len(columns[0]) == 0:
             return
         fields = tuple(field_of(name, column) for name, column in zip(names, columns, strict=True))
-        self._fields = self._fields or fields
-        for field, first in zip(fields, self._fields, strict=True):
+        self.fields = self.fields or fields
+        for field, first in zip(fields, self.fields, strict=True):
             if unlike := field.unlike(first, "row 0"):
                 raise RowError(field.name, self.num_rows, *unlike)
         for number, column in enumerate(columns):
             weight = self._weighted and number == len(columns) - 1
             self._note_extremes(number, column, number in labels, weight)
         self._hashes.append(row_hashes(columns))
-        if partitions is not None:
-            self._partitions.append(
-                partitions.copy()
-            )  # a view would keep the whole Arrow batch alive
+        if partitions is not None:  # a view would keep the whole Arrow batch alive
+            self._partitions.append(partitions.copy())
         self._append(columns)
         self._nbytes += sum(column.nbytes for column in columns)
         self.num_rows += len(columns[0])
@@ -275,7 +264,7 @@ class PartitionWriter:
 
         def begin(directory: Path) -> SegmentWriter:
             path = str(directory / f"{self._stem}-{len(self._writers)}")
-            return SegmentWriter(path, self._fields, columns)
+            return SegmentWriter(path, self.fields, columns)
 
         rows = self.num_rows + len(columns[0])
         self._writers.append(where_there_is_room(self._root, begin, rows, nbytes))
@@ -358,7 +347,7 @@ class PartitionWriter:
         """Remove what was written and return a failed part; call it instead of :meth:`parts`."""
         for writer in self._writers:
             writer.remove()
-        self._writers, self._fields, self._extremes = [], (), {}
+        self._writers, self.fields, self._extremes = [], (), {}
         none = self._part(np.zeros(0, np.int64), np.zeros(0, np.uint64))
         return replace(none, problem=problem)
 
@@ -370,9 +359,8 @@ class PartitionWriter:
 
     def _part(self, places: np.ndarray, hashes: np.ndarray) -> WrittenRows:
         return WrittenRows(
-            node_id=self._root.node_id,
             segments=tuple(writer.segment for writer in self._writers),
-            fields=self._fields,
+            fields=self.fields,
             places=places,
             hashes=hashes,
             extremes=tuple(self._extremes.values()),

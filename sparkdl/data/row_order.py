@@ -98,9 +98,7 @@ def row_contents(columns: Sequence[Rows]) -> np.ndarray:
 
 
 def canonical_order(
-    hashes: np.ndarray,
-    contents: Callable[[np.ndarray], np.ndarray] | None,
-    rows_at_once: int = 1 << 16,
+    hashes: np.ndarray, contents: Callable[[np.ndarray], np.ndarray], rows_at_once: int = 1 << 16
 ) -> np.ndarray:
     """Return the permutation (int64) that sorts rows by hash, and those of equal hash by bytes.
 
@@ -109,25 +107,22 @@ def canonical_order(
     """
     order = np.argsort(hashes)
     starts, stops = ties(hashes, order)
-    for first, last in _runs(stops - starts, rows_at_once):
-        assert contents is not None
-        places = np.concatenate([np.arange(starts[i], stops[i]) for i in range(first, last)])
+    groups = np.cumsum(stops - starts) // rows_at_once
+    for some in np.split(np.arange(len(starts)), np.flatnonzero(np.diff(groups)) + 1):
+        sizes = stops[some] - starts[some]
+        tie = np.repeat(np.arange(len(some)), sizes)
+        places = np.arange(len(tie)) + (starts[some] - np.cumsum(sizes) + sizes)[tie]
         rows = order[places]
-        known: dict[Any, int] = {}
-        numbers = np.fromiter(
-            (
+        known, numbers = dict[Any, int](), np.empty(len(rows), np.int32)
+        for begin in range(0, len(rows), rows_at_once):
+            found = contents(rows[begin : begin + rows_at_once]).tolist()
+            for content in set(found):
                 known.setdefault(content, len(known))
-                for begin in range(0, len(rows), rows_at_once)
-                for content in contents(rows[begin : begin + rows_at_once]).tolist()
-            ),
-            np.int32,
-            len(rows),
-        )
-        if len(known) == 1:  # nearly always: a row that is repeated
+            numbers[begin : begin + rows_at_once] = [known[content] for content in found]
+        if len(known) <= 1:  # a tie is nearly always one row that is repeated
             continue
         ranks = np.empty(len(known), np.int64)
         ranks[[known[content] for content in sorted(known)]] = np.arange(len(known))
-        tie = np.repeat(np.arange(last - first), (stops - starts)[first:last])
         order[places] = rows[np.lexsort((ranks[numbers], tie))]
     return order
 
@@ -139,18 +134,6 @@ def ties(hashes: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     np.equal(ranked[1:], ranked[:-1], out=tied[1:-1].view(bool))
     steps = np.diff(tied)
     return np.flatnonzero(steps == 1), np.flatnonzero(steps == -1) + 1
-
-
-def _runs(sizes: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield runs of consecutive ties whose sizes sum to at most ``limit``, or a single larger one."""
-    first, total = 0, 0
-    for i, size in enumerate(sizes.tolist()):
-        if i > first and total + size > limit:
-            yield first, i
-            first, total = i, 0
-        total += size
-    if len(sizes):
-        yield first, len(sizes)
 
 
 def checksum(hashes: np.ndarray) -> int:

@@ -17,7 +17,6 @@ from pyspark.sql import DataFrame, functions
 
 from sparkdl.data.arrow_tasks import (
     PATH,
-    JoinParts,
     WriteDataFrame,
     WriteParts,
     address_parts,
@@ -26,6 +25,7 @@ from sparkdl.data.arrow_tasks import (
     files_of,
     first_field,
     in_few_tasks,
+    join_frames,
     partitions_of_rdds,
     select_columns,
     ship_batches,
@@ -43,7 +43,7 @@ from sparkdl.data.partition_writer import WrittenRows, join_partition
 from sparkdl.data.preview import OnHandles, Run, Work, looked_at
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.records import Names, WriteRecords
-from sparkdl.data.row_errors import AS_ERRORS, BadRow, Handling
+from sparkdl.data.row_errors import AS_ERRORS, BadRow, Handling, columns_with
 from sparkdl.data.sampling import Draws, Sampling
 from sparkdl.data.schema import sample_columns
 from sparkdl.errors import DataError, StaleReferenceError, StateLostError, TrainingError, nearest
@@ -96,6 +96,9 @@ class SampleSet:
         return (*self.fields[:end], *(self.fields[-1:] if self.weighted else ()))
 
 
+_LEFT = 'Sequence(padding=-100, padding_side="left")'
+
+
 def check_sides(fields: Sequence[Field], rows: Sequence[Rows]) -> None:
     """Raise DataError for columns that are as long as each other in every row, as tokens and their
     labels, and padded on different sides."""
@@ -109,8 +112,7 @@ def check_sides(fields: Sequence[Field], rows: Sequence[Rows]) -> None:
             raise DataError(
                 f'"{one.name}" is padded on the {side} and "{other.name}" on the {others}, and both '
                 "are equally long in each row, so their elements would not be side by side: give both "
-                'the same padding_side=, as in columns={"labels": sparkdl.Sequence(padding=-100, '
-                'padding_side="left")}.'
+                f"the same padding_side=, as in {columns_with('labels', _LEFT)}."
             )
 
 
@@ -226,7 +228,7 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
             run = _run_on(rdd, handles)
             spread = SpreadRows.of(source.slab, handles, run)
             if spread is not None:  # partitions are written again from the same shuffle
-                stay = isinstance(source.data, DataFrame) and is_local(rdd.ctx)  # see JoinParts
+                stay = isinstance(source.data, DataFrame) and is_local(rdd.ctx)  # see join_frames
                 run(SPREAD, partial(delete_partition, not stay), range(len(handles)))
                 rdd.unpersist()
                 rdd = persist(map_frames(written, spread))
@@ -361,8 +363,8 @@ def _write_table(source: Source) -> tuple[RDD, bool]:
         accompanied(WriteParts(task, source.replicas)), "partition int, part binary"
     )
     addressed = map_frames(written.rdd, address_parts)
-    joined = map_frames(shuffle_frames(addressed, source.replicas), JoinParts(source.slab))
-    return joined, True
+    sent = shuffle_frames(addressed, source.replicas)
+    return map_frames(sent, partial(join_frames, source.slab)), True
 
 
 def _bring_table(source: Source) -> tuple[list[SampleHandle], bool]:

@@ -196,9 +196,10 @@ class Gang(StartableGroup):
         while self._ranks is None:
             self.tasks = self._slots(again, deadline)
             if self.tasks == self.size:
-                self._ranks = self._gather(deadline)
+                come = self._come(self._source, self.size, self._meeting, deadline)
             else:
-                self._ranks = self._gather_hosted(deadline)
+                come = self._gather_hosted(deadline)
+            self._ranks = None if come is None else ConnectedRanks(come, self._timeout)
             again = True
         joining = functools.partial(self.call, doing="joining the process group")
         self.where = form_group(joining, self._timeout or YEAR_SECONDS)
@@ -222,12 +223,7 @@ class Gang(StartableGroup):
                 "slots do the work: min_ranks says how few."
             ) from None
 
-    def _gather(self, deadline: float) -> ConnectedRanks | None:
-        """Start each rank as a task. Return None if the stage must be submitted again."""
-        come = self._come(self._source, self.size, self._meeting, deadline)
-        return None if come is None else ConnectedRanks(come, self._timeout)
-
-    def _gather_hosted(self, deadline: float) -> ConnectedRanks | None:
+    def _gather_hosted(self, deadline: float) -> ArrivedRanks | None:
         """Start the ranks as processes of fewer tasks.
 
         Return None if the stage must be submitted again.
@@ -253,7 +249,7 @@ class Gang(StartableGroup):
         self._hosts.call_each([functools.partial(begin, own) for own in hosted], doing)
         arrivals = ArrivedRanks(self._meeting.job, self.size)
         self._await(arrivals, deadline, self._check_processes)
-        return ConnectedRanks(arrivals, self._timeout)
+        return arrivals
 
     def _records(self) -> list[list[Any]]:
         """Return the records of each partition. Spark computes them again if they are lost."""

@@ -32,8 +32,8 @@ from pyspark import BarrierTaskContext, cloudpickle
 
 from sparkdl.errors import SessionError
 from sparkdl.gang.channel import END_SECONDS
-from sparkdl.gang.rank_task import Introduction, RankContext, Rendezvous, gpus_here
-from sparkdl.spark.device import Gpu, use_gpu
+from sparkdl.gang.rank_task import Introduction, RankContext, Rendezvous
+from sparkdl.spark.device import Gpu, gpus_here, use_gpu
 
 MODULE = "sparkdl.gang.process"
 STOP_SECONDS = END_SECONDS + 1.0

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from pyspark import BarrierTaskContext, cloudpickle
 
-from sparkdl.errors import SessionError
 from sparkdl.gang.channel import (
     Channel,
     ChannelError,
@@ -24,7 +23,7 @@ from sparkdl.gang.channel import (
     output_sent,
 )
 from sparkdl.slab.pool import give_back, make_room
-from sparkdl.spark.device import Gpu, Sight, gpus_of, use_gpu
+from sparkdl.spark.device import gpus_here, use_gpu
 from sparkdl.spark.worker import finish_task
 
 ERROR = "error"
@@ -204,24 +203,6 @@ def device_of(kind: str, context: BarrierTaskContext) -> torch.device:
     hosts = [info.address.rpartition(":")[0] for info in context.getTaskInfos()]
     before = hosts[: context.partitionId()].count(hosts[context.partitionId()])
     return use_gpu(gpus[before % len(gpus)])
-
-
-def gpus_here(kind: str, context: BarrierTaskContext) -> tuple[list[Gpu], bool]:
-    """Return the GPUs that ranks may use here, and whether Spark has assigned them to the task.
-
-    Without an assignment they are all GPUs of the node.
-    """
-    if kind == "cpu":
-        return [], False
-    gpu = context.resources().get("gpu")
-    found: list[Gpu] = []
-    if gpu is not None:
-        found = gpus_of(gpu.addresses)
-    elif torch.cuda.is_available():
-        found = list(range(torch.cuda.device_count()))
-    if kind == "cuda" and not found:
-        raise SessionError(f'device="cuda": torch sees no GPU on this node: {Sight.here().reason}')
-    return found, gpu is not None
 
 
 def describe_failure(error: BaseException) -> Failure:

@@ -119,9 +119,9 @@ def interruptible(
     signal.signal(signal.SIGINT, ask)
     try:
         yield interrupt
-    except Exception as error:
+    except Exception:
         if interrupt.again:  # caused by the interruption, for example of a call into Spark's JVM
-            raise KeyboardInterrupt from error
+            raise KeyboardInterrupt from None
         raise
     finally:
         quiet.close()

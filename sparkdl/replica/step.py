@@ -23,14 +23,7 @@ import numpy as np
 import torch
 
 from sparkdl.codec.packed import ByParameter, Tensors, copy_packed, specs_of
-from sparkdl.data.batches import (
-    Batch,
-    BatchSpec,
-    fields_to_batch,
-    plain_batch,
-    training_rows,
-    visit_order,
-)
+from sparkdl.data.batches import Batch, BatchSpec, fields_to_batch, training_rows, visit_order
 from sparkdl.data.epoch import derive_seed
 from sparkdl.data.partition_reader import MappedPartition
 from sparkdl.data.prefetch import AHEAD
@@ -353,7 +346,8 @@ def score_partition(
     )
     for start in range(0, len(partition.order), batch_size):
         rows = np.arange(start, min(start + batch_size, len(partition.order)))
-        batch = to_mini_batch(plain_batch(batch_spec, partition, rows), live, training=False)
+        plain = fields_to_batch(batch_spec, partition.gather(rows))  # not augmented
+        batch = to_mini_batch(plain, live, training=False)
         with evaluating(live.flat.module) as module, cast:
             signature = live.recipe.signature
             output = signature.call_for_loss(scorer.loss, module, batch.inputs, batch.targets)

@@ -195,16 +195,31 @@ def task_device(before: torch.device | None = None) -> torch.device:
     is pinned for it, and a user's ``.cuda()`` goes there.
     """
     context = TaskContext.get()
+    gpus, assigned = gpus_here("auto", context)
+    if not gpus:
+        return torch.device("cpu")
+    if not assigned and before is not None and before.type == "cuda":
+        return use_gpu(before.index)
+    partition = 0 if context is None or assigned else context.partitionId()
+    return use_gpu(gpus[partition % len(gpus)])
+
+
+def gpus_here(kind: str, context: TaskContext | None) -> tuple[list[Gpu], bool]:
+    """Return the GPUs that a task may use here, and whether Spark has assigned them to it.
+
+    Without an assignment they are all GPUs of the node; ``kind`` "cpu": none.
+    """
+    if kind == "cpu":
+        return [], False
     gpu = None if context is None else context.resources().get("gpu")
+    found: list[Gpu] = []
     if gpu is not None:
         found = gpus_of(gpu.addresses)
-        return use_gpu(found[0]) if found else torch.device("cpu")
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if before is not None and before.type == "cuda":
-        return use_gpu(before.index)
-    partition = 0 if context is None else context.partitionId()
-    return use_gpu(partition % torch.cuda.device_count())
+    elif torch.cuda.is_available():
+        found = list(range(torch.cuda.device_count()))
+    if kind == "cuda" and not found:
+        raise SessionError(f'device="cuda": torch sees no GPU on this node: {Sight.here().reason}')
+    return found, gpu is not None
 
 
 AMOUNT = "spark.task.resource.gpu.amount"
@@ -279,11 +294,9 @@ def count_gpus(partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
     """
     for _ in frames:
         pass
-    context = TaskContext.get()
-    gpu = None if context is None else context.resources().get("gpu")
     try:
-        count = torch.cuda.device_count() if gpu is None else len(gpus_of(gpu.addresses))
-        yield pickle.dumps(count)
+        gpus, _ = gpus_here("auto", TaskContext.get())
+        yield pickle.dumps(len(gpus))
     except SessionError as error:
         yield pickle.dumps(error)
 

@@ -14,6 +14,7 @@ from sparkdl.engines.resources import FitResources
 from sparkdl.errors import SessionError
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.model import TrainedModel
+from sparkdl.loop.interrupt import interruptible
 from sparkdl.loop.progress import Progress, progress_of
 from sparkdl.planner.follow import ScheduleShare, compare
 from sparkdl.planner.plan import Plan
@@ -70,12 +71,6 @@ def plan(trainer: Any, data: Any, *, trials: bool = False, cluster: Cluster | No
     return Planner(trainer, data, facts, run).whole_plan(trials, cluster)
 
 
-def with_fields_decided(trainer: Any, data: Any) -> Any:
-    """Return the trainer with what it leaves to a plan decided, for several fits."""
-    facts = SessionFacts.of(data_of(data), "fit")
-    return decided(data, FitRequest(trainer=trainer), facts, run).trainer
-
-
 def fit_pass(passes: PassSeries, data: Any, request: FitRequest) -> TrainedModel:
     """Make one pass over the data; see :meth:`sparkdl.Trainer.partial_fit`."""
     facts = SessionFacts.of(data, "partial_fit")
@@ -104,7 +99,8 @@ def _fit(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
 def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
     """Train in a classic session, and return the result and the state in which the run ended."""
     progress = progress_of(facts.settings.progress, "", time.monotonic(), request.one_pass)
-    with contextlib.closing(progress):
+    # before the first iteration an interrupt ends the fit at once; from then on run_course has its own
+    with contextlib.closing(progress), interruptible(ready=lambda: False):
         return _run(data, request, facts, progress)
 
 

@@ -32,8 +32,10 @@ from sparkdl.metrics.scorer import Scorer
 from sparkdl.plain import is_whole, plain
 from sparkdl.session import SessionFacts
 from sparkdl.spark.executors import own_properties, warming_up
+from sparkdl.train.chosen import decided
 from sparkdl.train.course import LocalFit
-from sparkdl.train.fit import with_fields_decided
+from sparkdl.train.fit import run
+from sparkdl.train.request import FitRequest
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.algorithms import Algorithm, Grid, Optuna, OptunaSearch, Random
 from sparkdl.tune.arguments import SearchSpec, problems_of_names
@@ -242,7 +244,7 @@ def search(
         own = replace(own.settled(), engine="local", replicas=own.number_of_replicas or 1)
         slots = parallel or task_slots(context, seconds=min(SLOT_SECONDS, settings.timeout or 30))
     elif not connected:
-        own = with_fields_decided(own, data)
+        own = decided(data, FitRequest(trainer=own), facts, run).trainer  # type: ignore[assignment]
     folder, here = None, replace(spec, trainer=own)
     if path is not None:
         told = _described(spec, algorithm, together, seed)

@@ -271,21 +271,11 @@ def test_records_of_varying_length_with_weights(reader: Reader, here: bool) -> N
 @pytest.mark.parametrize(
     ("values", "more", "text"),
     [
-        (
-            [Sample([1.0], 1.0)],
-            {"weight": "weight"},
-            'field "weight", row 0 of partition 0: is None. Give Sample(features, label, weight)',
-        ),
         ([([1.0], 1.0)], {"weight": "weight"}, 'field "weight", row 0 of partition 0: is missing.'),
         (
             [Sample([1.0], 1.0, weight=-1)],
             {"weight": "weight"},
             'field "weight", row 0 of partition 0: is -1.0, but a weight must be a finite number',
-        ),
-        (
-            [([1.0], 1.0)],
-            {"columns": {"features": Image()}},
-            'columns["features"] is a sparkdl.Image, which is for DataFrames',
         ),
         (
             [([1.0], 1.0)],

@@ -132,7 +132,7 @@ def test_a_trainer_that_reads_the_data_otherwise(data: DataFrame, held_out: Data
             "the samples were placed for a trainer that reads the data otherwise: label=['label', "
             "'other'], placed with 'label'; weight='w', placed with None; columns={'features': "
             "Sequence(items=None, max_length=None, padding=0, lengths=False, mask=False, "
-            "pad_to_max=False)}, "
+            "pad_to_max=False, padding_side='right')}, "
             'placed with {}; replicas=3, placed with 2; engine="shuffle", placed with "local"; a model '
             "of float64, placed with float32; validation was not placed. Make the trainers "
             "alike in this, or place the samples for this one: sparkdl.PlacedSamples.of(trainer, data)."

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
+import traceback
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -141,6 +143,24 @@ def test_a_second_interrupt_ends_the_fit_at_once(df, nothing_left):
     with pytest.raises(KeyboardInterrupt):
         trainer("shuffle", callbacks=twice).fit(df)
     assert not any(at.ended for at in twice)
+    assert signal.getsignal(signal.SIGINT) is handler
+    nothing_left()
+
+
+def test_an_interrupt_while_rows_are_read_ends_the_fit_at_once(df, nothing_left, caplog):
+    """Without the stacks of Py4J, whose call into the JVM it interrupts, and of PySpark's handler."""
+    driver, handler = os.getpid(), signal.getsignal(signal.SIGINT)
+    last = df.collect()[-1].features
+
+    def press(value):
+        if os.getpid() != driver and list(value) == last:
+            os.kill(driver, signal.SIGINT)
+        return value
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trainer("shuffle", columns={"features": sparkdl.Convert(press)}).fit(df)
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
+    assert not [record for record in caplog.records if "py4j" in record.pathname]
     assert signal.getsignal(signal.SIGINT) is handler
     nothing_left()
 

@@ -126,7 +126,7 @@ def _is_struct(data_type: DataType) -> bool:
 def _pixels(scalar: Any, image: Image) -> np.ndarray:
     """Return one image as uint8 (C, H, W)."""
     if isinstance(scalar, pa.StructScalar):
-        raw = _from_struct({name: scalar[name] for name in STRUCT})
+        raw = _from_struct(scalar.as_py())
         if raw.shape[2] == MODES[image.mode] and image.size in (None, raw.shape[:2]):
             return np.ascontiguousarray(raw.transpose(2, 0, 1))
         picture = _pillow().fromarray(raw[:, :, 0] if raw.shape[2] == 1 else raw)
@@ -141,12 +141,11 @@ def _pixels(scalar: Any, image: Image) -> np.ndarray:
 
 def _from_struct(value: Mapping[str, Any]) -> np.ndarray:
     """Return a row of the image schema as uint8 (H, W, C), with channels in the order R, G, B, A."""
-    height, width, kind = (value[name].as_py() for name in ("height", "width", "mode"))
-    data = value["data"].as_py()
+    height, width, kind, data = (value[name] for name in ("height", "width", "mode", "data"))
     if data is None or None in (height, width, kind) or kind == -1 or height < 1 or width < 1:
-        origin = value["origin"].as_py()
+        origin = f" ({value['origin']})" if value["origin"] else ""
         raise _bad(
-            "is an image that Spark could not read" + (f" ({origin})" if origin else ""),
+            f"is an image that Spark could not read{origin}",
             'Leave such rows out: spark.read.format("image").option("dropInvalid", True).',
         )
     channels = CHANNELS.get(kind)

@@ -24,7 +24,6 @@ from sparkdl.data.batches import (
     BatchSpec,
     fields_to_batch,
     input_fields,
-    plain_batch,
     preview_batch,
     training_rows,
     visit_order,
@@ -73,7 +72,7 @@ ASSEMBLY = BatchSpec(num_features=2, num_labels=1, weighted=True, seed=3)
 def test_a_plain_batch(make: Make) -> None:
     partition = make(some_rows(30))
     rows = np.array([4, 4, 17])
-    batch = plain_batch(ASSEMBLY, partition, rows)
+    batch = fields_to_batch(ASSEMBLY, partition.gather(rows))
     words, photo, label, weight = partition.gather(rows)
     assert isinstance(words, Ragged)
     padded, lengths, pictures = batch.inputs

@@ -14,9 +14,8 @@ from fork_server import run_fresh
 from pyspark import TaskContext
 
 from sparkdl.errors import SessionError
-from sparkdl.gang.rank_task import gpus_here
 from sparkdl.spark import device
-from sparkdl.spark.device import Sight, choose_gpus, task_device
+from sparkdl.spark.device import Sight, choose_gpus, gpus_here, task_device
 
 A, B = "GPU-1f2e3d4c-0000-1111-2222-333344445555", "GPU-9a8b7c6d-0000-1111-2222-333344445555"
 PART = "MIG-41b35014-ef42-5f4f-8d8d-ba1dbe7a3a7f"
