@@ -1,7 +1,10 @@
 """Deep learning that is native to Spark: a DataFrame in, a trained PyTorch model out."""
 
+import dis
 import importlib
-import re
+import sys
+import types
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.session import session as session
@@ -93,13 +96,21 @@ if TYPE_CHECKING:  # the public names, each of which is imported when it is used
     from sparkdl.train.placed_samples import PlacedSamples as PlacedSamples
     from sparkdl.train.trainer import Trainer as Trainer
 
-_SOURCE: str = __spec__.loader.get_source(__name__)  # type: ignore[union-attr]
-_MODULE_OF = {
-    name: module for module, name in re.findall(r"^    from (\S+) import (\w+) as", _SOURCE, re.M)
-}
+
+def _imports(code: types.CodeType) -> Iterator[tuple[str, str]]:
+    """Yield the names that a module imports from this package, with their modules."""
+    module = ""
+    for step in dis.get_instructions(code):
+        if step.opname == "IMPORT_NAME":
+            module = str(step.argval)
+        elif step.opname == "IMPORT_FROM" and module.startswith("sparkdl"):
+            yield str(step.argval), module
+
+
+_MODULE_OF = {name: module for name, module in _imports(sys._getframe().f_code) if name[0] != "_"}
 """The module of each name that is imported above: for type checkers there, and here to be found."""
 _MODULES = ("collectives", "gang", "ml", "mlflow", "optim", "summaries", "tune")
-__all__ = sorted([*_MODULE_OF, "session"])
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -97,7 +97,7 @@ class Folder:
     def move(self, name: str, target: Folder) -> None:
         """Move a file into another folder of the same file system, which has no file of this name."""
         check_name(name)
-        self._do("move", "move", name, f"{_open(target.uri)[1]}/{name}")
+        self._do("move", "move", name, target)
 
     def entries(self) -> dict[str, Entry]:
         """Return the entries of the folder by name; empty if the folder does not exist."""
@@ -114,7 +114,8 @@ class Folder:
         self._do("delete", "delete_empty")
 
     def _do(self, doing: str, method: str, name: str = "", *more: Any) -> Any:
-        """Call a method of the file system for the folder, or for a file in it.
+        """Call a method of the file system for the folder, or for a file in it; a folder among
+        ``more`` is one for a file of the same name.
 
         Any failure becomes a CheckpointError that names the place: storage clients raise errors of
         many types.
@@ -122,7 +123,8 @@ class Folder:
         slash = "/" if name else ""
         try:
             system, path = _open(self.uri)
-            return getattr(system, method)(f"{path}{slash}{name}", *more)
+            given = [f"{_open(o.uri)[1]}/{name}" if isinstance(o, Folder) else o for o in more]
+            return getattr(system, method)(f"{path}{slash}{name}", *given)
         except CheckpointError:
             raise
         except Exception as error:

@@ -113,13 +113,14 @@ def canonical_order(
         tie = np.repeat(np.arange(len(some)), sizes)
         places = np.arange(len(tie)) + (starts[some] - np.cumsum(sizes) + sizes)[tie]
         rows = order[places]
-        known: dict[Any, int] = {}  # a tie is nearly always one row that is repeated
-        numbers: list[int] = []
+        known, numbers = dict[Any, int](), np.empty(len(rows), np.int32)
         for begin in range(0, len(rows), rows_at_once):
             found = contents(rows[begin : begin + rows_at_once]).tolist()
             for content in set(found):
                 known.setdefault(content, len(known))
-            numbers += map(known.__getitem__, found)
+            numbers[begin : begin + rows_at_once] = [known[content] for content in found]
+        if len(known) <= 1:  # a tie is nearly always one row that is repeated
+            continue
         ranks = np.empty(len(known), np.int64)
         ranks[[known[content] for content in sorted(known)]] = np.arange(len(known))
         order[places] = rows[np.lexsort((ranks[numbers], tie))]

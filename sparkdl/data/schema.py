@@ -101,14 +101,15 @@ def _column(
         spec = default_spec(kind)
     if spec is not None:
         column = spec.resolve(name, kind, float_dtype, trained)
+    elif role == "weight":
+        column = weight_column(name, kind, float_dtype, trained)
     elif kind.typeName() == "binary":
         column = (
             "is of type binary, which cannot become a tensor by itself: say what it holds, as "
             f"{columns_with(name, 'Image()')} for encoded images, or with sparkdl.Convert(function)."
         )
     else:
-        read = weight_column if role == "weight" else numeric_column
-        column = read(name, kind, float_dtype, trained)
+        column = numeric_column(name, kind, float_dtype, trained)
     return f'{role} column "{name}" {column}' if isinstance(column, str) else column
 
 

@@ -94,8 +94,10 @@ class Residuals(Folded):
     name: str = "residuals"
     scalar = False
 
-    def batch(self, output: torch.Tensor, target: torch.Tensor) -> np.ndarray:
+    def batch(self, output: torch.Tensor, target: torch.Tensor) -> np.ndarray | None:
         errors = _difference(output, target).flatten()
+        if not len(errors):
+            return None
         if errors.is_complex():
             raise ValueError("residuals are of real numbers")
         return self.join(np.stack([output.double().flatten().numpy(), -errors.numpy()]))

@@ -131,7 +131,8 @@ COLUMNS = [
     data_error(
         "weight of several numbers",
         lambda fit: fit(fit.good(), weight="features"),
-        'weight column "features" is of type array<double>: a weight is one number.',
+        'weight column "features" is of type array<double>: a weight is one number. Cast the column, '
+        "or compute a number in Spark.",
     ),
     data_error(
         "no columns",

@@ -94,10 +94,11 @@ def weight_column(
 ) -> Column | str:
     """Return the column of the samples' weights, or what is wrong; see :func:`numeric_column`."""
     column = numeric_column(name, data_type, float_dtype, trained)
-    if isinstance(column, str):
-        return column
-    if column.depth or column.dtype == "bool":
-        return f"is of type {data_type.simpleString()}: a weight is one number."
+    if isinstance(column, str) or column.depth or column.dtype == "bool":
+        return (
+            f"is of type {data_type.simpleString()}: a weight is one number. Cast the column, or "
+            "compute a number in Spark."
+        )
     return Column(name, float_dtype, weight=True)
 
 

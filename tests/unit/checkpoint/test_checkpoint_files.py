@@ -70,6 +70,8 @@ def test_a_folder_travels(folder: Folder) -> None:
 
 def test_a_missing_folder_is_empty_and_a_missing_file_is_named(folder: Folder) -> None:
     assert folder.folder("none").entries() == {}
+    with pytest.raises(CheckpointError, match=r"cannot move .*/run/absent\.bin: .*nowhere"):
+        folder.move("absent.bin", Folder("nowhere://run"))
     with pytest.raises(CheckpointError, match=r"cannot read .*/run/absent\.bin"):
         folder.read("absent.bin")
 

@@ -277,9 +277,18 @@ def test_columns_with_specifications() -> None:
 def test_a_weight_is_one_number() -> None:
     *_, weight = sample_columns(SCHEMA, ["number"], (), "number", "float32")
     assert weight == Column("number", "float32", weight=True)
-    assert message_of(DataError, sample_columns, SCHEMA, ["number"], (), "flag", "float32") == (
-        'weight column "flag" is of type boolean: a weight is one number.'
-    )
+    for name, kind in (
+        ("flag", "boolean"),
+        ("text", "string"),
+        ("bytes", "binary"),
+        ("ts", "date"),
+    ):
+        schema = sql.StructType([*SCHEMA.fields, sql.StructField("ts", sql.DateType())])
+        told = message_of(DataError, sample_columns, schema, ["number"], (), name, "float32")
+        assert told == (  # without columns=, which a weight has not
+            f'weight column "{name}" is of type {kind}: a weight is one number. Cast the column, or '
+            "compute a number in Spark."
+        )
 
 
 # A column type that nothing but its own class knows

@@ -95,7 +95,8 @@ def test_errors_of_any_numbers(output: torch.Tensor, target: torch.Tensor) -> No
 def test_residuals_are_those_of_500_samples_in_whatever_batches() -> None:
     output, target = torch.linspace(-1, 1, 2000), torch.linspace(-2, 2, 2000).square()
     (metric,) = resolve(["residuals"])
-    parts = metric.start()
+    parts = metric.update(metric.start(), output[:0], target[:0])
+    assert metric.is_empty(parts)
     for chunk in torch.arange(2000).split(7)[::-1]:
         parts = metric.merge(metric.start(), metric.update(parts, output[chunk], target[chunk]))
     found = metric.value(parts)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import py_compile
 import re
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 from fork_server import run_fresh
 from launch import ROOT
 
+import sparkdl
 from sparkdl import __main__ as report_module
 from sparkdl.settings import DISTRIBUTION, __version__
 
@@ -145,6 +148,18 @@ assert callable(sparkdl.session) and sparkdl.__version__
 assert set(sparkdl.__all__) <= set(dir(sparkdl))
 """
     subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True)
+
+
+def test_public_names_need_no_source(tmp_path: Path) -> None:
+    """Where only compiled files are shipped, the names are the same."""
+    path = py_compile.compile(sparkdl.__file__, str(tmp_path / "compiled.pyc"))
+    spec = importlib.util.spec_from_file_location("compiled", path)
+    assert spec is not None
+    assert spec.loader is not None
+    compiled = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(compiled)
+    assert compiled.__all__ == sparkdl.__all__
+    assert compiled.Trainer is sparkdl.Trainer
 
 
 def test_every_public_name_is_imported_when_it_is_used() -> None:
