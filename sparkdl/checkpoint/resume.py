@@ -84,7 +84,7 @@ class RestoredRun:
             self._load_residuals(access)
 
     def _load_residuals(self, access: StateAccess) -> None:
-        """Load the residuals of the replicas, which are of use only to the same hook on the same rows."""
+        """Load the residuals of the replicas, of use only to the same hook on the same rows."""
         before = self.manifest.extra.get("compression", "None")
         same_rows = self.midway and self.run.data == self.manifest.data
         if same_rows and before == self.run.compression:
