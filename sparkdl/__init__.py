@@ -1,16 +1,12 @@
 """Deep learning that is native to Spark: a DataFrame in, a trained PyTorch model out."""
 
-import dis
 import importlib
-import sys
-import types
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.session import session as session
 from sparkdl.settings import __version__ as __version__
 
-if TYPE_CHECKING:  # the public names, each of which is imported when it is used first
+if TYPE_CHECKING:  # the names of _NAMES
     from sparkdl import collectives as collectives
     from sparkdl import gang as gang
     from sparkdl import optim as optim
@@ -96,21 +92,59 @@ if TYPE_CHECKING:  # the public names, each of which is imported when it is used
     from sparkdl.train.placed_samples import PlacedSamples as PlacedSamples
     from sparkdl.train.trainer import Trainer as Trainer
 
-
-def _imports(code: types.CodeType) -> Iterator[tuple[str, str]]:
-    """Yield the names that a module imports from this package, with their modules."""
-    module = ""
-    for step in dis.get_instructions(code):
-        if step.opname == "IMPORT_NAME":
-            module = str(step.argval)
-        elif step.opname == "IMPORT_FROM" and module.startswith("sparkdl"):
-            yield str(step.argval), module
-
-
-_MODULE_OF = {name: module for name, module in _imports(sys._getframe().f_code) if name[0] != "_"}
-"""The module of each name that is imported above: for type checkers there, and here to be found."""
+_NAMES = {
+    "sparkdl.checkpoint": "Checkpoint",
+    "sparkdl.consistency.asynchronous": "Asynchronous",
+    "sparkdl.consistency.diloco": "DiLoCo",
+    "sparkdl.consistency.gossip": "Gossip",
+    "sparkdl.consistency.synchronous": "StaleSynchronous Synchronous",
+    "sparkdl.data": "Sample",
+    "sparkdl.data.batches": "Batched",
+    "sparkdl.data.columns.convert": "Convert",
+    "sparkdl.data.columns.image": "Image",
+    "sparkdl.data.columns.masked": "Masked",
+    "sparkdl.data.columns.sequence": "Sequence",
+    "sparkdl.data.columns.sparse": "Sparse",
+    "sparkdl.data.columns.text": "Text",
+    "sparkdl.data.sampling": "Balanced Weighted",
+    "sparkdl.diagnosis": "diagnose",
+    "sparkdl.errors": "CheckpointError DamagedCheckpoint DataError ModelError ParameterError "
+    "SessionError SparkdlError StalledError StateLostError TrainingError "
+    "TrustError UserError",
+    "sparkdl.infer.model": "TrainedModel load",
+    "sparkdl.infer.generate": "generate",
+    "sparkdl.infer.generation_engines": "GenerationEngine VllmEngine",
+    "sparkdl.infer.predict": "predict register_function",
+    "sparkdl.infer.texts": "classify embed rerank",
+    "sparkdl.loop.callbacks": "Callback StopTraining",
+    "sparkdl.loop.history": "History",
+    "sparkdl.loop.state": "TrainState Validated",
+    "sparkdl.loop.triggers": "Trigger every every_epoch every_seconds max_epoch max_iteration "
+    "max_score max_time min_loss plateau several_iterations",
+    "sparkdl.loop.validation": "Validation",
+    "sparkdl.metrics.named": "MeanMetric Metric",
+    "sparkdl.metrics.scorer": "MetricOf",
+    "sparkdl.model.loss": "MaskedLoss ModelLoss PerReplica",
+    "sparkdl.model.windows": "Windows",
+    "sparkdl.parallel.ddp": "DDP",
+    "sparkdl.parallel.fsdp": "FSDP",
+    "sparkdl.parallel.pipeline": "Pipeline",
+    "sparkdl.parallel.tensor": "Tensor",
+    "sparkdl.planner.probe": "Cluster",
+    "sparkdl.planner.plan": "Plan",
+    "sparkdl.replica.compute": "all_rows",
+    "sparkdl.reports": "compare",
+    "sparkdl.slices.section": "GradBucket PowerSGD TopK",
+    "sparkdl.train.fit": "plan",
+    "sparkdl.train.group_models": "GroupModels load_groups",
+    "sparkdl.train.groups": "fit_groups",
+    "sparkdl.train.placed_samples": "PlacedSamples",
+    "sparkdl.train.trainer": "Trainer",
+}
+"""The public names by module; each is imported when it is used for the first time."""
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = ("collectives", "gang", "ml", "mlflow", "optim", "summaries", "tune")
-__all__ = sorted(_MODULE_OF)
+__all__ = sorted([*_MODULE_OF, "collectives", "gang", "optim", "session", "tune"])
 
 
 def __getattr__(name: str) -> Any:

@@ -347,7 +347,9 @@ def _added_up(found: Any) -> tuple[torch.Tensor, float]:
 
 def _count(found: Any) -> float:
     count = found[1]
-    return float(count.double().sum() if isinstance(count, torch.Tensor) else count)
+    return float(
+        count if isinstance(count, numbers.Real) else torch.as_tensor(count).double().sum()
+    )
 
 
 def check_sum(found: tuple[Any, Any], rows: int) -> None:

@@ -30,11 +30,12 @@ def run(function: Any) -> ReturnedLosses:
 
 
 def two(module: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """A squared error, the mean absolute weight beside it, and a count that is no row."""
+    """A squared error, a multiple of it, and counts that are no rows."""
     found = module(batch["x"]).squeeze(1)
     large = batch["x"][:, 0] > 0.5
     error = ((found - batch["y"]) ** 2).mean()
-    return {"loss": error, "doubled": 2 * error, "large": (found[large].sum(), large.sum())}
+    sums = {"large": (found[large].sum(), large.sum()), "array": (error, large.numpy())}
+    return {"loss": error, "doubled": 2 * error, **sums}
 
 
 def test_the_batch_has_names() -> None:
@@ -114,6 +115,7 @@ def test_gradient_and_named_losses_of_micro_batches(parts: int) -> None:
     total, count = passed.losses["doubled"]
     assert (total / count, count) == (pytest.approx(2 * told["loss"].item()), 6)
     assert passed.losses["large"] == (pytest.approx(told["large"][0].item()), 4)
+    assert passed.losses["array"][1] == 4
     reports = [
         ReplicaReport(0, 6, 6.0, passed.loss, "", losses=passed.losses),
         ReplicaReport(1, 2, 2.0, 0.0, "", losses={"large": (1.0, 4.0), "none": (0.0, 0.0)}),
@@ -122,6 +124,7 @@ def test_gradient_and_named_losses_of_micro_batches(parts: int) -> None:
     assert result.losses == {
         "doubled": pytest.approx(2 * told["loss"].item()),
         "large": pytest.approx((told["large"][0].item() + 1) / 8),
+        "array": pytest.approx(passed.losses["array"][0] / 4),
     }
 
 
