@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark import RDD, TaskContext, cloudpickle
 from pyspark.sql import DataFrame
+from torch import nn
 
 from sparkdl.data.arrow_tasks import select_columns
 from sparkdl.data.columns.base import masked_of
@@ -19,6 +20,7 @@ from sparkdl.data.ragged import dense
 from sparkdl.data.row_errors import FIRST
 from sparkdl.errors import (
     DataError,
+    ModelError,
     ParameterError,
     TrainingError,
     UserError,
@@ -64,7 +66,7 @@ class EvaluatePartition:
     num_features: int  # the first columns; labels follow
     batch_size: int
     signature: Signature
-    skips: bool  # rows that cannot be read are left out
+    skips: bool  # rows that cannot be read, or that the model fails on, are left out
 
     def __call__(self, items: Iterable[Any]) -> Iterator[Any]:
         context = TaskContext.get()
@@ -87,33 +89,58 @@ class EvaluatePartition:
         try:
             for window in self.reader.windows(rows, self.skips):
                 for text in window.problems.values():
-                    told = text in reasons or len(reasons) < MOST_REASONS
-                    reasons[text if told else OTHERS] += 1
+                    _note(reasons, text)
                 for group in window.groups:
-                    states = self._updated(states, group.arrays)
+                    states = self._updated(states, group.arrays, reasons)
         except UserError as error:
             return pickle.dumps(type(error)(str(error)))
         # classes of a user's session by value
         return bytes(cloudpickle.dumps((states, reasons)))
 
-    def _updated(self, states: States, arrays: Sequence[Any]) -> States:
+    def _updated(self, states: States, arrays: Sequence[Any], reasons: Counter[str]) -> States:
         """Return ``states`` with some more rows, which come as one array per column, features first."""
         try:
             module = self.module.load()
             device = device_of(module)
             scorer = self.scorer.on(device)
-            inputs, labels = arrays[: self.num_features], arrays[self.num_features :]
-            own, signature = (self.scorer.loss, labels), self.signature
-            returned = run_batches(module, inputs, self.batch_size, signature=signature, own=own)
-            for output, rows in returned:
-                targets = to_tensors(dense([label[rows] for label in labels]), device)
-                count = len(inputs[0][rows])
-                states = scorer.update(states, output, targets, samples=count)
+            for start in range(0, len(arrays[0]), self.batch_size):
+                batch = [array[start : start + self.batch_size] for array in arrays]
+                for output, rows in self._outputs(module, batch, reasons):
+                    targets = to_tensors(dense(rows[self.num_features :]), device)
+                    states = scorer.update(states, output, targets, samples=len(rows[0]))
             return states
         except UserError:
             raise
         except Exception as error:
             raise TrainingError(f"{type(error).__name__}: {error}") from error
+
+    def _outputs(
+        self, module: nn.Module, arrays: Sequence[Any], reasons: Counter[str]
+    ) -> Iterator[tuple[Any, Sequence[Any]]]:
+        """Yield the output for a batch with its rows.
+
+        One that the model fails on is halved, if bad rows are left out, until such rows are alone.
+        """
+        inputs, labels = arrays[: self.num_features], arrays[self.num_features :]
+        count, own = len(inputs[0]), (self.scorer.loss, labels)
+        try:
+            ((output, _),) = run_batches(module, inputs, count, signature=self.signature, own=own)
+        except ModelError as error:
+            if not self.skips:
+                raise
+            if count == 1:
+                _note(reasons, str(error))
+                return
+            for half in (slice(count // 2), slice(count // 2, None)):
+                yield from self._outputs(module, [array[half] for array in arrays], reasons)
+            return
+        yield output, arrays
+
+
+def _note(reasons: Counter[str], text: str) -> None:
+    """Count one more row that is left out for this reason."""
+    known = text in reasons or len(reasons) < MOST_REASONS
+    reasons[text if known else OTHERS] += 1
 
 
 def evaluate(

@@ -171,7 +171,8 @@ class TrainedModel(ModelData):
             batch_size: The number of rows of a forward pass.
             output: The part of the model's result that the metrics use, as ``Trainer.output``; None
                 is the part from the training, which the loss uses in any case.
-            handle_invalid: "skip" leaves out rows that cannot be read, and the log tells how many.
+            handle_invalid: "skip" leaves out rows that cannot be read, or on which the model fails, and
+                the log tells how many.
 
         Raises:
             ParameterError: A metric does not go with the output or the label, or nothing is to be

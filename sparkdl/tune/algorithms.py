@@ -278,21 +278,30 @@ class Pruning(Callback):
         self._pruner, self._earlier = pruner, list(earlier)
         self._objective, self._name = objective, name
         self._trial: Any = None
+        self._reported = 0  # validations
+
+    def on_fit_start(self, trainer: Any, state: TrainState) -> None:
+        self._ask(state)  # of a trial that goes on from a checkpoint
 
     def on_validation_end(self, trainer: Any, state: TrainState) -> None:
-        value = state.metrics.get(self._objective.metric, math.nan)
-        if math.isnan(value):
-            return
+        self._ask(state)
+
+    def _ask(self, state: TrainState) -> None:
+        """Report the validations that are new, and stop the trial if the pruner says so."""
         optuna = library()
         with quiet(optuna):
             if self._trial is None:
                 sampler = optuna.samplers.RandomSampler(seed=0)
                 study = study_of(self._earlier, self._objective, self._name, sampler, self._pruner)
                 self._trial = study.ask()
-            self._trial.report(value, state.iteration)
-            given_up = self._trial.should_prune()
-        if given_up:
-            raise StopTraining(PRUNING)
+            for one in state.validations[self._reported :]:
+                self._reported += 1
+                value = one.metrics.get(self._objective.metric, math.nan)
+                if math.isnan(value):
+                    continue
+                self._trial.report(value, one.iteration)
+                if self._trial.should_prune():
+                    raise StopTraining(PRUNING)
 
 
 def study_of(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import os
 import pickle
 import secrets
@@ -143,6 +144,7 @@ class Runner:
 class FitsHere(Runner):
     """Trials one after another, each a fit by the trainer's engine on the whole cluster."""
 
+    described: Mapping[str, str] = field(default_factory=dict)  # the search, in words
     keep: bool = False  # outcomes have the weights, to be written to a folder
 
     def _start(self, trial: Proposed, trainer: Trainer, placed: Any) -> RunningTrial:
@@ -153,7 +155,7 @@ class FitsHere(Runner):
 
     def _outcome(self, trial: Proposed, trainer: Trainer, placed: Any) -> TrialOutcome:
         try:
-            trained = self._fit(trainer, placed, trial.number)
+            trained = self._fit(trainer, placed, trial)
         except Exception as error:
             if not is_of_trial(error):
                 raise
@@ -163,11 +165,14 @@ class FitsHere(Runner):
         weights = partial(weights_of, trained) if self.keep else dict
         return trial.ended(self.spec.objective, trained.history, weights, trained)
 
-    def _fit(self, trainer: Trainer, placed: Any, number: int) -> TrainedModel:
+    def _fit(self, trainer: Trainer, placed: Any, trial: Proposed) -> TrainedModel:
         checkpoint = trainer.checkpoint
         if checkpoint is None:
             return trainer.fit(placed)
-        path = Folder.of(checkpoint.path).folder(f"trial-{number:06d}").uri
+        content = repr([sorted(self.described.items()), sorted(trial.arguments.items())])
+        digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+        name = f"trial-{trial.number:06d}-{digest}"  # no trial of another search goes on from it
+        path = Folder.of(checkpoint.path).folder(name).uri
         own = replace(trainer, checkpoint=replace(checkpoint, path=path))
         return own.fit(placed, resume="latest")
 
@@ -480,7 +485,7 @@ class ConnectedTrials(FitsHere):
             return super()._start(trial, trainer, placed)
         return self._threads.submit(self._outcome, trial, trainer, placed)
 
-    def _fit(self, trainer: Trainer, placed: Any, number: int) -> TrainedModel:
+    def _fit(self, trainer: Trainer, placed: Any, trial: Proposed) -> TrainedModel:
         self._session.addTag(self._tag)
         try:
             with none_added():

@@ -246,9 +246,9 @@ def search(
     elif not connected:
         own = decided(data, FitRequest(trainer=own), facts, run).trainer  # type: ignore[assignment]
     folder, here = None, replace(spec, trainer=own)
+    described = _described(spec, algorithm, together, seed)
     if path is not None:
-        told = _described(spec, algorithm, together, seed)
-        folder = SearchFolder.open(path, told, spec.objective)
+        folder = SearchFolder.open(path, described, spec.objective)
     search_id = folder.search_id if folder else secrets.token_hex(8)
     chosen = _algorithm(algorithm, spec, trials, seed, search_id)
     table = TrialTable(spec, folder, settings.progress, chosen.trials, logs)
@@ -279,7 +279,9 @@ def search(
             )
         else:
             keep = folder is not None
-            runner = FitsHere(context=context, spec=here, placements=placements, keep=keep)
+            runner = FitsHere(
+                context=context, spec=here, placements=placements, described=described, keep=keep
+            )
             if logs:
                 stack.enter_context(none_added())
         stack.callback(runner.close)

@@ -25,7 +25,9 @@ import sparkdl
 import sparkdl.mlflow
 import sparkdl.summaries
 from sparkdl import tune
-from sparkdl.tune.algorithms import Random
+from sparkdl.loop.state import TrainState, Validated
+from sparkdl.tune.algorithms import Pruning, Random
+from sparkdl.tune.folder import Objective
 from sparkdl.tune.search import TrialTable
 from sparkdl.tune.space import domains_of
 
@@ -259,10 +261,8 @@ def test_distributed_trials_share_the_samples(
     assert result.best.value == max(
         one["metrics"]["accuracy"] for one in fitted.history.validations
     )
-    assert {one.name for one in (tmp_path / "checkpoints").iterdir()} == {
-        "trial-000000",
-        "trial-000001",
-    }
+    folders = sorted(one.name for one in (tmp_path / "checkpoints").iterdir())
+    assert [one[:13] for one in folders] == ["trial-000000-", "trial-000001-"]
     before = num_jobs()
     again = tune.search(
         own, frames[0], space, metric="accuracy", algorithm="grid", parallel=1, path=tmp_path / "a"
@@ -270,7 +270,53 @@ def test_distributed_trials_share_the_samples(
     assert num_jobs() - before < 12  # the samples for the best model, and no iteration
     for name, value in result.best_model.module.state_dict().items():
         assert torch.equal(value, again.best_model.module.state_dict()[name]), name
+    other = partial(
+        tune.search, data=frames[0], space={"optimizer.lr": [0.3]}, metric="accuracy",
+        algorithm="grid", parallel=1,
+    )  # fmt: skip
+    # in the folder of another search's checkpoints
+    assert without_times(other(own)) == without_times(other(replace(own, checkpoint=None)))
     nothing_left()
+
+
+@pytest.mark.parametrize("pruner", ["threshold", "patient"])
+@pytest.mark.parametrize("resumed", [1, 2, 3, 4])
+def test_a_trial_that_goes_on_is_pruned_as_before(pruner: str, resumed: int) -> None:
+    """The pruner knows the validations before the break, and gives up where it would have."""
+    losses, objective = [1.0, 5.0, 6.0, 7.0], Objective("loss", False, False)
+    trials = [
+        optuna.trial.create_trial(value=2.0, intermediate_values=dict.fromkeys((1, 2, 3, 4), 2.0))
+    ]
+    pruners = {
+        "threshold": optuna.pruners.ThresholdPruner(upper=5.5),
+        "patient": optuna.pruners.PatientPruner(None, patience=1),
+    }
+
+    def ended(first: int) -> int | None:
+        """Return the validation after which a trial is pruned that goes on after ``first``."""
+        callback = Pruning(pruners[pruner], trials, objective, "study")
+        states = [
+            TrainState(
+                iteration=n,
+                validations=tuple(
+                    Validated(iteration=i + 1, epoch=0, metrics={"loss": losses[i]})
+                    for i in range(n)
+                ),
+            )
+            for n in range(len(losses) + 1)
+        ]
+        try:
+            callback.on_fit_start(None, states[first])
+            for state in states[first + 1 :]:
+                first = state.iteration
+                callback.on_validation_end(None, state)
+        except sparkdl.StopTraining:
+            return first
+        return None
+
+    whole = ended(0)
+    assert whole is not None
+    assert ended(resumed) == max(whole, resumed)
 
 
 @pytest.mark.soak
