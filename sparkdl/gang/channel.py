@@ -183,6 +183,11 @@ def _read(connection: socket.socket, nbytes: int) -> Generator[None, None, bytea
     return content
 
 
+def _exactly(nbytes: int, connection: socket.socket) -> bytearray:
+    """Return so many bytes of a connection that blocks."""
+    return _ended(_read(connection, nbytes))
+
+
 def _ended(steps: Generator[None, None, T]) -> T:
     """Return what the steps return, of a connection that blocks."""
     while True:
@@ -356,8 +361,7 @@ def _introduced(
     """Send the first message, and return the channel when it has been taken."""
     ours = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(ours)
-    theirs = _ended(_read(connection, NONCE_BYTES))
-    channel = Channel(connection, key, theirs + ours, driver=False)
+    channel = Channel(connection, key, _exactly(NONCE_BYTES, connection) + ours, driver=False)
     connection.settimeout(patience)
     channel.send(hello)
     channel.receive(math.inf if patience is None else patience)

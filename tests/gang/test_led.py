@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -37,15 +36,14 @@ def attend(meeting: Rendezvous) -> None:
 
 def attend_late(meeting: Rendezvous) -> None:
     """The life of a rank 1 that pauses after its first read of what the driver sends."""
-    read = channel._ended
+    read = channel._exactly
 
-    def late(steps: Any) -> Any:
-        channel._ended = read
-        content = read(steps)
+    def late(nbytes: int, connection: socket.socket) -> bytearray:
+        content = read(nbytes, connection)
         time.sleep(1.0)
         return content
 
-    channel._ended = late
+    channel._exactly = late
     attend(meeting)
 
 

@@ -14,7 +14,7 @@ from trees import parsed
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
     "modules": 239,
-    "lines": 68_107,
+    "lines": 68_111,
     "modules of more than 600 lines": 0,
     "percent of lines in the largest room": 14,
     "modules with a single importer": 30,
@@ -30,7 +30,7 @@ CODE = {
     "consistency": 689,
     "data": 4082,
     "engines": 6896,
-    "gang": 2170,
+    "gang": 2171,
     "infer": 4686,
     "jobs": 983,
     "loop": 2304,
