@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pyspark import RDD, TaskContext, cloudpickle
 from pyspark.sql import DataFrame
@@ -20,7 +21,6 @@ from sparkdl.data.ragged import dense
 from sparkdl.data.row_errors import FIRST
 from sparkdl.errors import (
     DataError,
-    ModelError,
     ParameterError,
     TrainingError,
     UserError,
@@ -30,7 +30,7 @@ from sparkdl.errors import (
     shown,
     wrong_data,
 )
-from sparkdl.infer.forward import ShippedModule, device_of, run_batches, sender_to
+from sparkdl.infer.forward import ShippedModule, device_of, in_halves, run_batches, sender_to
 from sparkdl.infer.manifest import ModelData
 from sparkdl.infer.read import ReadColumns, Reader
 from sparkdl.infer.score import source_of, whole_batch
@@ -105,7 +105,7 @@ class EvaluatePartition:
             scorer = self.scorer.on(device)
             for start in range(0, len(arrays[0]), self.batch_size):
                 batch = [array[start : start + self.batch_size] for array in arrays]
-                for output, rows in self._outputs(module, batch, reasons):
+                for rows, output in self._outputs(module, batch, reasons):
                     targets = to_tensors(dense(rows[self.num_features :]), device)
                     states = scorer.update(states, output, targets, samples=len(rows[0]))
             return states
@@ -116,25 +116,21 @@ class EvaluatePartition:
 
     def _outputs(
         self, module: nn.Module, arrays: Sequence[Any], reasons: Counter[str]
-    ) -> Iterator[tuple[Any, Sequence[Any]]]:
-        """Yield the output for a batch with its rows.
+    ) -> Iterator[tuple[Sequence[Any], Any]]:
+        """Yield the rows of a batch with the output for them, see :func:`in_halves`."""
 
-        One that the model fails on is halved, if bad rows are left out, until such rows are alone.
-        """
-        inputs, labels = arrays[: self.num_features], arrays[self.num_features :]
-        count, own = len(inputs[0]), (self.scorer.loss, labels)
-        try:
-            ((output, _),) = run_batches(module, inputs, count, signature=self.signature, own=own)
-        except ModelError as error:
-            if not self.skips:
-                raise
-            if count == 1:
-                _note(reasons, str(error))
-                return
-            for half in (slice(count // 2), slice(count // 2, None)):
-                yield from self._outputs(module, [array[half] for array in arrays], reasons)
-            return
-        yield output, arrays
+        def output_of(rows: Sequence[Any]) -> Any:
+            inputs, own = rows[: self.num_features], (self.scorer.loss, rows[self.num_features :])
+            ((output, _),) = run_batches(
+                module, inputs, len(inputs[0]), signature=self.signature, own=own
+            )
+            return output
+
+        def some(rows: Sequence[Any], chosen: np.ndarray) -> Sequence[Any]:
+            return [array[chosen] for array in rows]
+
+        bad = (lambda _, reason: _note(reasons, reason)) if self.skips else None
+        return in_halves(arrays, len(arrays[0]), output_of, some, bad)
 
 
 def _note(reasons: Counter[str], text: str) -> None:

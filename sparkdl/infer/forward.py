@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +43,9 @@ from sparkdl.spark.broadcasts import INLINE_BYTES, Artifact, BroadcastBytes
 from sparkdl.spark.device import task_device
 from sparkdl.spark.failures import reading_explained
 from sparkdl.usercode import accompanied
+
+B = TypeVar("B")
+R = TypeVar("R")
 
 ROWS = 2
 LOOKED_AT = 32
@@ -252,6 +255,34 @@ def run_batches(
         with torch.no_grad():
             output = in_rows(value_of(returned, signature.part), len(inputs[0]), dimensions)
         yield output, rows  # outside the block: the caller may want gradients
+
+
+def in_halves(
+    batch: B,
+    count: int,
+    compute: Callable[[B], R],
+    some: Callable[[B, np.ndarray], B],
+    bad: Callable[[B, str], object] | None,
+) -> Iterator[tuple[B, R]]:
+    """Yield what ``compute`` returns for a batch of ``count`` rows, with the batch.
+
+    A batch that does not fit into the GPU's memory is halved; ``some`` takes rows out of it. So is one
+    that the model fails on, if ``bad`` takes such rows with the reason, until they are alone.
+    """
+    try:
+        yield batch, compute(batch)
+        return
+    except (torch.OutOfMemoryError, ModelError) as error:
+        memory = isinstance(error, torch.OutOfMemoryError)
+        if count == 1 and bad is not None:
+            bad(batch, str(error))
+            return
+        if count == 1 or (bad is None and not memory):
+            raise
+    if memory:
+        torch.cuda.empty_cache()
+    for rows in np.array_split(np.arange(count), 2):
+        yield from in_halves(some(batch, rows), len(rows), compute, some, bad)
 
 
 def for_convolutions(module: nn.Module) -> nn.Module:

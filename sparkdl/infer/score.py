@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from pyspark import RDD
 from pyspark.sql import DataFrame, Row, functions
 from pyspark.sql.pandas.types import to_arrow_type
@@ -23,7 +22,7 @@ from sparkdl.data.columns.base import Specs, names_read
 from sparkdl.data.fields import Field, with_fields
 from sparkdl.data.records import Names
 from sparkdl.data.schema import columns_of, quoted
-from sparkdl.errors import DataError, ModelError, ParameterError, raise_all, shown
+from sparkdl.errors import DataError, ParameterError, raise_all, shown
 from sparkdl.infer.forward import (
     PRECISIONS,
     Forward,
@@ -31,6 +30,7 @@ from sparkdl.infer.forward import (
     Trial,
     device_of,
     for_convolutions,
+    in_halves,
     made_up,
     quantized,
     rows_to_try,
@@ -213,27 +213,16 @@ class Score:
         return min(self.batch_size, max(LEAST_ROWS, TENSOR_BYTES // (self.unit_bytes * length)))
 
     def _run(self, forward: Forward, batch: Group, problems: dict[int, str]) -> Iterator[_Scored]:
-        """Yield the values of a batch.
+        """Yield the values of a batch, see :func:`in_halves`; bad rows have a problem, if kept."""
 
-        A batch that does not fit into the GPU's memory is halved. So is one that the model fails on, if
-        bad rows are kept, until the rows that it fails on are alone.
-        """
-        try:
-            yield batch, forward.predictions(batch.arrays, self.outputs)
-            return
-        except (torch.OutOfMemoryError, ModelError) as error:
-            memory, count = isinstance(error, torch.OutOfMemoryError), len(batch.places)
-            if not memory and self.error_col is None:
-                raise
-            if count == 1:
-                if self.error_col is None:
-                    raise
-                problems[int(batch.places[0])] = str(error)
-                return
-        if memory:
-            torch.cuda.empty_cache()
-        for rows in np.array_split(np.arange(count), 2):
-            yield from self._run(forward, batch.some(rows), problems)
+        def computed(part: Group) -> list[np.ndarray]:
+            return forward.predictions(part.arrays, self.outputs)
+
+        def note(row: Group, reason: str) -> None:
+            problems[int(row.places[0])] = reason
+
+        bad = None if self.error_col is None else note
+        return in_halves(batch, len(batch.places), computed, Group.some, bad)
 
     @property
     def alone(self) -> bool:

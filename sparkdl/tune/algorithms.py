@@ -288,14 +288,17 @@ class Pruning(Callback):
 
     def _ask(self, state: TrainState) -> None:
         """Report the validations that are new, and stop the trial if the pruner says so."""
+        new = state.validations[self._reported :]
+        self._reported += len(new)
+        if not new:
+            return
         optuna = library()
         with quiet(optuna):
             if self._trial is None:
                 sampler = optuna.samplers.RandomSampler(seed=0)
                 study = study_of(self._earlier, self._objective, self._name, sampler, self._pruner)
                 self._trial = study.ask()
-            for one in state.validations[self._reported :]:
-                self._reported += 1
+            for one in new:
                 value = one.metrics.get(self._objective.metric, math.nan)
                 if math.isnan(value):
                     continue

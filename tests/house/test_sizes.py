@@ -14,7 +14,7 @@ from trees import parsed
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
     "modules": 239,
-    "lines": 68_111,
+    "lines": 68_130,
     "modules of more than 600 lines": 0,
     "percent of lines in the largest room": 14,
     "modules with a single importer": 30,
@@ -31,7 +31,7 @@ CODE = {
     "data": 4082,
     "engines": 6896,
     "gang": 2171,
-    "infer": 4686,
+    "infer": 4695,
     "jobs": 983,
     "loop": 2304,
     "metrics": 1048,
@@ -46,7 +46,7 @@ CODE = {
     "spark": 1048,
     "summaries": 843,
     "train": 3124,
-    "tune": 1754,
+    "tune": 1757,
     "usercode": 525,
     "": 1841,  # the modules at the top
 }
